@@ -1,0 +1,62 @@
+"""Half-precision MMDetection training that survives non-finite numbers.
+
+Importing the package is all that a config needs
+(``custom_imports = dict(imports=['mmdet_nanfix'])``): it loads the adapter
+of the installed host. With ``MMDET_NANFIX=off`` in the environment names are
+registered and nothing is replaced.
+
+Layers; imports go down only:
+
+====================  ===================================================
+hosts                 one host each
+``engine``            MMEngine and mmdet 3.x: the optimizer wrapper
+``mmcv_ops``          mmcv's compiled operations with half inputs
+tensors               torch
+``step``              the guarded step: decide, keep the evidence
+``heads``             which part owns a loss, a parameter, a gradient
+``finite``            finite checks, the anchor
+``emulation``         half precision on a CPU with CUDA's numerics
+plain                 standard library (and rich, for tables)
+``report``            the log as a table; ``python -m``
+``records``           incidents and their log
+``policy``            loss-scale and stop rules
+====================  ===================================================
+"""
+import importlib.util
+import os
+import sys
+
+from .records import NonFiniteError
+
+__all__ = ['NonFiniteError', '__version__']
+
+__version__ = '0.1.0'
+
+
+def _is_own_command() -> bool:
+    """Whether Python was started as ``python -m mmdet_nanfix.<tool>``.
+
+    Tools read files; loading torch and mmdet would cost them seconds.
+    """
+    argv = getattr(sys, 'orig_argv', [])
+    return any(flag == '-m' and name.startswith(f'{__name__}.')
+               for flag, name in zip(argv, argv[1:]))
+
+
+def _load_host() -> None:
+    """Register with the hosts that are installed."""
+    if importlib.util.find_spec('mmengine') is None:
+        return
+    from . import engine
+
+    if os.environ.get('MMDET_NANFIX', '').lower() == 'off':
+        return
+    if importlib.util.find_spec('mmcv') is not None:
+        from . import mmcv_ops
+        mmcv_ops.accept_half()
+    if importlib.util.find_spec('mmdet') is not None:
+        engine.shadow_amp_optim_wrapper()
+
+
+if not _is_own_command():
+    _load_host()

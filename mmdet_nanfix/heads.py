@@ -1,0 +1,141 @@
+"""Which part of a model a loss, a parameter or a gradient belongs to.
+
+The parts are read off the module tree (``backbone``, ``neck``, ``rpn_head``,
+``roi_head.bbox_head``, ``roi_head.bbox_head.1``), the owner of a loss off its
+autograd graph. There is no table of loss names.
+"""
+from collections import deque
+from typing import Any, Deque, Dict, Iterator, List, Mapping, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .finite import bad_tensors
+from .records import HeadState
+
+__all__ = ['Parts', 'loss_terms']
+
+UNKNOWN = '?'
+
+
+def _holds_heads(module: nn.Module) -> bool:
+    return any(name.rpartition('.')[2].endswith('_head')
+               for name, _ in module.named_modules())
+
+
+def _part_names(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Names of the parts below a module, parents before children."""
+    for name, child in module.named_children():
+        path = f'{prefix}{name}'
+        yield path
+        stages = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if name.endswith('_head') and stages:
+            yield from (f'{path}.{stage}'
+                        for stage, _ in child.named_children())
+        elif _holds_heads(child):
+            yield from _part_names(child, f'{path}.')
+
+
+def loss_terms(losses: Mapping[str, Any]) -> Dict[str, List[Tensor]]:
+    """Loss keys with their tensors, as MMEngine sums them.
+
+    Args:
+        losses: What ``forward(mode='loss')`` returns: a tensor or a list of
+            tensors by key. Keys without ``loss`` are metrics and left out.
+    """
+    terms = {}
+    for key, value in losses.items():
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if 'loss' in key and values and all(
+                isinstance(item, Tensor) for item in values):
+            terms[key] = values
+    return terms
+
+
+class Parts:
+    """The parts of a model and their trainable parameters.
+
+    Args:
+        model: Any module; no attribute is set on it.
+
+    Attributes:
+        parameters: ``(name, parameter)`` of everything trainable.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = list(_part_names(model, ''))
+        self.parameters: List[Tuple[str, nn.Parameter]] = [
+            (name, parameter) for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._owners = {
+            id(parameter): self.owner_of_name(name)
+            for name, parameter in model.named_parameters()
+        }
+
+    def owner_of_name(self, name: str) -> str:
+        """The innermost part that holds a parameter or buffer."""
+        owners = [part for part in self._names
+                  if name.startswith(f'{part}.')]
+        return max(owners, key=len) if owners else name.partition('.')[0]
+
+    def owner_of_loss(self, loss: Tensor) -> str:
+        """The part whose parameter is nearest in the graph of a loss.
+
+        A head's last layer is the first thing that its losses meet on the
+        way back, whatever they are called. Walks the graph in Python; no
+        device sync. ``?`` where the loss has no graph.
+        """
+        queue: Deque[Any] = deque([loss.grad_fn])
+        seen = set()
+        while queue:
+            node = queue.popleft()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, 'variable', None)
+            if leaf is not None and id(leaf) in self._owners:
+                return self._owners[id(leaf)]
+            queue.extend(parent for parent, _ in node.next_functions)
+        return UNKNOWN
+
+    def state(self, losses: Mapping[str, List[Tensor]],
+              bad_grads: List[str]) -> Dict[str, HeadState]:
+        """Describe every part, the healthy ones included.
+
+        Args:
+            losses: Of :func:`loss_terms`.
+            bad_grads: Names of parameters with a bad gradient.
+
+        Returns:
+            By part, in the order of the model. One read from the device.
+        """
+        heads: Dict[str, HeadState] = {}
+        for name, _ in self.parameters:
+            owner = self.owner_of_name(name)
+            heads.setdefault(owner, HeadState()).n_params += 1
+        for name in bad_grads:
+            heads[self.owner_of_name(name)].bad_grads.append(name)
+        values = _read({key: sum(term.detach().float().mean()
+                                 for term in terms)
+                        for key, terms in losses.items()})
+        for key, terms in losses.items():
+            owner = next((found for found in map(self.owner_of_loss, terms)
+                          if found != UNKNOWN), UNKNOWN)
+            head = heads.setdefault(owner, HeadState())
+            head.losses[key] = values[key]
+            if values[key] - values[key] != 0:
+                head.bad_losses.append(key)
+        return heads
+
+    def bad_weights(self) -> List[str]:
+        """Names of trainable parameters that are not finite; one read."""
+        return [self.parameters[i][0] for i in bad_tensors(
+            [parameter for _, parameter in self.parameters])]
+
+
+def _read(scalars: Mapping[str, Any]) -> Dict[str, float]:
+    if not scalars:
+        return {}
+    stacked = torch.stack([value.to('cpu') for value in scalars.values()])
+    return dict(zip(scalars, stacked.tolist()))

@@ -1,0 +1,266 @@
+"""What happened: incidents, and the log that holds them.
+
+One incident is one JSON object on one line of ``incidents.jsonl``. JSON has
+no non-finite numbers, so these are the strings ``"nan"``, ``"inf"`` and
+``"-inf"``.
+"""
+import dataclasses
+import datetime
+import json
+import math
+import os
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+__all__ = [
+    'Cause', 'Counts', 'HeadState', 'Incident', 'IncidentLog',
+    'LossScaleChange', 'NonFiniteError', 'Where', 'log_name', 'read_log'
+]
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass
+class Where:
+    """Place of origin; what is not known is None.
+
+    Attributes:
+        phase: ``input`` ``forward`` ``loss`` ``backward`` ``step``
+            ``params`` ``buffers``.
+        head: Part of the model, such as ``roi_head.bbox_head``.
+        module: Full module path.
+        level: Feature level.
+        op: The operation.
+        source: ``file:line`` in the user's or the host's code.
+        kind: ``nan`` ``inf`` ``-inf``.
+    """
+
+    phase: Optional[str] = None
+    head: Optional[str] = None
+    module: Optional[str] = None
+    level: Optional[int] = None
+    op: Optional[str] = None
+    source: Optional[str] = None
+    kind: Optional[str] = None
+
+
+@dataclasses.dataclass
+class HeadState:
+    """What one part of the model looked like in the failing step.
+
+    Attributes:
+        losses: Value of each loss key that this part computed.
+        bad_losses: Keys whose value was not finite.
+        bad_grads: Parameters whose own gradient was not finite, seen before
+            clipping.
+        n_params: Trainable parameters of this part.
+    """
+
+    losses: Dict[str, float] = dataclasses.field(default_factory=dict)
+    bad_losses: List[str] = dataclasses.field(default_factory=list)
+    bad_grads: List[str] = dataclasses.field(default_factory=list)
+    n_params: int = 0
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing here was non-finite."""
+        return not self.bad_losses and not self.bad_grads
+
+    def describe(self) -> str:
+        """In words: ``fine``, or what was bad."""
+        if self.fine:
+            return 'fine'
+        said = [f'{key} {self.losses[key]}' for key in self.bad_losses]
+        if self.bad_grads:
+            said.append(f'{len(self.bad_grads)} of {self.n_params} parameters'
+                        ' with bad gradients')
+        return ', '.join(said)
+
+
+@dataclasses.dataclass
+class LossScaleChange:
+    """The loss scale of the failing step and of the next."""
+
+    before: float
+    after: float
+
+
+@dataclasses.dataclass
+class Cause:
+    """Verdict on an incident: code, words, and a config change."""
+
+    code: str
+    title: str
+    evidence: List[str]
+    advice: str
+    config_patch: Optional[str] = None
+
+
+@dataclasses.dataclass
+class Counts:
+    """Skipped steps in a row, skipped in all, optimizer steps in all."""
+
+    consecutive: int
+    total: int
+    steps: int
+
+
+@dataclasses.dataclass
+class Incident:
+    """One failing optimizer step.
+
+    Attributes:
+        time: ISO 8601, with the zone.
+        rank: Process of a distributed run.
+        epoch: From 1, or None where the runner has none.
+        iter: Global iteration, from 1.
+        where: Place of origin.
+        heads: State of every part of the model, by name.
+        images: Images to blame, or None where they are not known.
+        loss_scale: Before and after.
+        cause: Verdict, or None where none was sought.
+        action: ``skipped`` ``retried`` ``rescued_fp32_head`` ``aborted``.
+        counts: Counters after this step.
+    """
+
+    rank: int
+    epoch: Optional[int]
+    iter: int
+    where: Where
+    heads: Dict[str, HeadState]
+    loss_scale: LossScaleChange
+    action: str
+    counts: Counts
+    images: Optional[List[Dict[str, Any]]] = None
+    cause: Optional[Cause] = None
+    time: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now().astimezone().
+        isoformat(timespec='milliseconds'))
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        """One line of strict JSON, without a line break."""
+        return json.dumps(
+            _spell(dataclasses.asdict(self)), allow_nan=False,
+            ensure_ascii=False)
+
+    def summary(self) -> str:
+        """One line for the console."""
+        at = f'iter {self.iter}'
+        if self.epoch is not None:
+            at += f' (epoch {self.epoch})'
+        before, after = self.loss_scale.before, self.loss_scale.after
+        scale = f'loss scale {before:g}'
+        if after != before:
+            scale += f' -> {after:g}'
+        what = 'non-finite gradients' if self.where.phase == 'backward' else (
+            'non-finite weights' if self.where.phase == 'params' else
+            'non-finite loss')
+        # A part without losses of its own only passes on what a head did.
+        heads = ', '.join(f'{name}: {state.describe()}'
+                          for name, state in self.heads.items()
+                          if state.losses or name == self.where.head)
+        done = 'stopping' if self.action == 'aborted' else 'step skipped'
+        return (f'{what} at {at}, {scale}: {heads or "no head is known"}; '
+                f'{done} ({self.counts.consecutive} in a row, '
+                f'{self.counts.total} in all)')
+
+
+class NonFiniteError(FloatingPointError):
+    """Training was stopped because non-finite steps did not end.
+
+    Args:
+        message: What happened, where, and what to do.
+        incident: The last one.
+    """
+
+    def __init__(self, message: str,
+                 incident: Optional[Incident] = None) -> None:
+        super().__init__(message)
+        self.incident = incident
+
+
+def _spell(value: Any) -> Any:
+    """Replace non-finite numbers by their names, all the way down."""
+    if isinstance(value, dict):
+        return {key: _spell(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spell(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return 'nan' if math.isnan(value) else str(value)
+    return value
+
+
+def log_name(rank: int) -> str:
+    """File name of one rank's log."""
+    return 'incidents.jsonl' if rank == 0 else f'incidents_rank{rank}.jsonl'
+
+
+class IncidentLog:
+    """Appends incidents to a file and never stops training.
+
+    Each incident is one ``write`` of one whole line, so that a killed
+    process loses at most the line that it was writing. A log that ends in a
+    torn line is continued on a fresh one.
+
+    Args:
+        path: The file; its folder is made. None keeps no log.
+        warn: Called once, with one sentence, when the file cannot be
+            written.
+    """
+
+    def __init__(self, path: Optional[str],
+                 warn: Callable[[str], None]) -> None:
+        self.path = path
+        self._warn: Optional[Callable[[str], None]] = warn
+        if path is not None:
+            self._append('')
+
+    def write(self, incident: Incident) -> None:
+        """Append one incident."""
+        if self.path is not None:
+            self._append(incident.to_json() + '\n')
+
+    def _append(self, text: str) -> None:
+        path = str(self.path)
+        try:
+            os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+            with open(path, 'ab+', buffering=0) as file:
+                data = text.encode()
+                if data and _torn(file):
+                    data = b'\n' + data
+                if file.write(data) != len(data):
+                    raise OSError('the file system is full')
+        except OSError as error:
+            if self._warn is not None:
+                self._warn(f'cannot write the incident log {path} ({error}); '
+                           'training goes on, incidents appear on the console '
+                           'only')
+            self._warn = None
+
+
+def _torn(file: Any) -> bool:
+    """Whether a file ends inside a line."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return False
+    file.seek(size - 1)
+    return file.read(1) != b'\n'
+
+
+def read_log(path: str) -> Iterator[Dict[str, Any]]:
+    """Incidents of a log file as dicts; a torn line is passed over.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with open(path, 'rb') as file:
+        for line in file:
+            try:
+                incident = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(incident, dict) and 'schema' in incident:
+                yield incident

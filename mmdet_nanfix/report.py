@@ -1,0 +1,189 @@
+"""The incidents of a work directory as a table.
+
+``python -m mmdet_nanfix.report WORK_DIR`` reads the logs of all resumes and
+ranks. Exit status: 0 no incident, 1 some, 2 misuse.
+"""
+import argparse
+import io
+import json
+import os
+import re
+import sys
+from typing import (Any, Dict, Iterable, Iterator, List, NoReturn, Optional,
+                    Sequence, Tuple)
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .records import Incident, read_log
+
+__all__ = ['Summary', 'find_logs', 'incident_table', 'main']
+
+_LOG = re.compile(r'incidents(_rank\d+)?\.jsonl')
+
+
+class _Parser(argparse.ArgumentParser):
+    """Misuse is one line on stderr and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong without the usage block."""
+        self.exit(2, f'nan_report: {message}\n')
+
+
+def find_logs(work_dir: str) -> List[str]:
+    """Incident logs below a directory, oldest run first.
+
+    A run logs to ``<work_dir>/<timestamp>/nanfix``; its folder name sorts
+    by time.
+    """
+    found = []
+    for folder, subfolders, files in os.walk(work_dir):
+        subfolders.sort()
+        if os.path.basename(folder) == 'nanfix':
+            found += [os.path.join(folder, name) for name in sorted(files)
+                      if _LOG.fullmatch(name)]
+    return found
+
+
+def _heads_text(heads: Dict[str, Dict[str, Any]], blamed: Any) -> Text:
+    """One line a head that has losses or is blamed, the bad ones marked."""
+    text = Text()
+    for name, state in heads.items():
+        losses = state.get('losses') or {}
+        bad_losses = state.get('bad_losses') or []
+        bad_grads = state.get('bad_grads') or []
+        if not losses and name != blamed:
+            continue
+        said = [f'{key} {losses.get(key)}' for key in bad_losses]
+        if bad_grads:
+            said.append(f'{len(bad_grads)} of {state.get("n_params")} '
+                        'parameters with bad gradients')
+        if text:
+            text.append('\n')
+        text.append(f'{name}: ')
+        text.append(', '.join(said) or 'fine', 'bold red' if said else '')
+    return text
+
+
+def _row(incident: Dict[str, Any]) -> List[Text]:
+    where = incident.get('where') or {}
+    scale = incident.get('loss_scale') or {}
+    counts = incident.get('counts') or {}
+    before, after = scale.get('before'), scale.get('after')
+    cells = [
+        incident.get('iter'),
+        incident.get('epoch'),
+        incident.get('rank'),
+        where.get('phase') or '?',
+        where.get('head') or '?',
+        _heads_text(incident.get('heads') or {}, where.get('head')),
+        before if before == after else f'{before} -> {after}',
+        incident.get('action'),
+        f'{counts.get("consecutive")} / {counts.get("total")}',
+    ]
+    # Text, not str: rich reads markup in a str, and names are not ours.
+    return [cell if isinstance(cell, Text) else Text(str(cell))
+            for cell in cells]
+
+
+def incident_table(incidents: Iterable[Dict[str, Any]], title: str) -> Table:
+    """One row an incident.
+
+    Args:
+        incidents: As :func:`~mmdet_nanfix.records.read_log` gives them.
+        title: Printed above the table.
+    """
+    table = Table('iter', 'epoch', 'rank', 'phase', 'head', 'heads',
+                  'loss scale', 'action', 'in a row / in all',
+                  title=Text(title), title_justify='left', show_lines=True)
+    for incident in incidents:
+        table.add_row(*_row(incident))
+    return table
+
+
+class Summary:
+    """Incidents counted by phase and head, for the end of a run.
+
+    Attributes:
+        rows: ``{(phase, head): [incidents, first iter, last iter]}``.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Dict[Tuple[str, str], List[int]] = {}
+
+    def add(self, incident: Incident) -> None:
+        """Count one incident."""
+        key = (incident.where.phase or '?', incident.where.head or '?')
+        row = self.rows.setdefault(key, [0, incident.iter, incident.iter])
+        row[0] += 1
+        row[2] = incident.iter
+
+    def text(self, width: int = 79) -> str:
+        """The table as plain text, for a log file."""
+        table = Table('phase', 'head', 'incidents', 'first iter', 'last iter')
+        for (phase, head), counts in self.rows.items():
+            table.add_row(Text(phase), Text(head), *map(str, counts))
+        out = io.StringIO()
+        Console(file=out, width=width).print(table)
+        return out.getvalue().rstrip()
+
+
+def _print_report(work_dir: str, logs: Sequence[str],
+                  console: Console) -> int:
+    total = 0
+    for path in logs:
+        incidents = list(read_log(path))
+        total += len(incidents)
+        if incidents:
+            console.print(incident_table(
+                incidents, title=os.path.relpath(path, work_dir)))
+    if not logs:
+        console.print(f'No incident log under {work_dir}: no protected run '
+                      'has written there.', markup=False)
+    elif total == 0:
+        console.print(f'No incident in {len(logs)} log(s) under {work_dir}.',
+                      markup=False)
+    else:
+        console.print(f'{total} incident(s) in {len(logs)} log(s) under '
+                      f'{work_dir}.', markup=False)
+    return total
+
+
+def _findings(logs: Sequence[str]) -> Iterator[Dict[str, Any]]:
+    for path in logs:
+        for incident in read_log(path):
+            yield {'log': path, **incident}
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Command line; returns the exit status."""
+    parser = _Parser(prog='nan_report', description=__doc__.split('\n')[0])
+    parser.add_argument('work_dir', help='work directory of a training run')
+    parser.add_argument('--json', action='store_true',
+                        help='one JSON object a line, with its log file')
+    args = parser.parse_args(argv)
+    if not os.path.isdir(args.work_dir):
+        parser.error(f'{args.work_dir} is not a directory; give the work '
+                     'directory of a training run')
+    try:
+        logs = find_logs(args.work_dir)
+        if args.json:
+            total = 0
+            for finding in _findings(logs):
+                total += 1
+                print(json.dumps(finding, allow_nan=False,
+                                 ensure_ascii=False))
+        else:
+            total = _print_report(args.work_dir, logs, Console())
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        parser.error(f'cannot read {error.filename}: {error.strerror}')
+    return 1 if total else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Sets up ``.venv`` with everything that the demo and the tests need.
+
+mmcv has no wheel on the package index, and mmdet needs its compiled
+operations. They are compiled once per torch and Python version and kept in
+``$MMDET_NANFIX_CACHE``, by default ``~/.cache/mmdet_nanfix``. An interrupted
+set-up goes on where it stopped. Written for any Python 3.8 or newer, standard
+library only.
+"""
+import argparse
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from typing import Callable, Dict, Iterator, List, NoReturn, Optional
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, '.venv')
+LOG = os.path.join(ROOT, '.setup', 'setup.log')
+STAMP = os.path.join(VENV, 'nanfix-ready')
+REQUIREMENTS = os.path.join(ROOT, '.ci', 'requirements.txt')
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+TORCH = 'torch==2.13.0'
+# mmcv's setup.py imports pkg_resources, which newer setuptools lack.
+BUILD = ['setuptools<81', 'wheel', 'ninja', 'psutil', 'numpy==2.4.6']
+MMCV = '2.1.0'
+HOSTS = ['mmengine==0.10.7', 'mmdet==3.3.0']
+DISK_GB = 3
+STARTED = time.time()
+
+
+def say(text: str) -> None:
+    """One line of progress, with the seconds since the start."""
+    print(f'[setup {time.time() - STARTED:4.0f} s] {text}', flush=True)
+
+
+def give_up(text: str) -> NoReturn:
+    """One line that says what to do; exit status 2."""
+    print(f'setup: {text}', file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def find_python() -> str:
+    """An interpreter that can make a virtual environment."""
+    names = [sys.executable]
+    names += [f'python{major}.{minor}' for major, minor in PYTHONS]
+    probe = ('import sys, venv, ensurepip; '
+             f'sys.exit(sys.version_info[:2] not in {PYTHONS!r})')
+    for name in names:
+        path = shutil.which(name)
+        if path and subprocess.run(
+            [path, '-c', probe], stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL).returncode == 0:
+            return path
+    give_up('no Python 3.11, 3.12 or 3.13 with the venv module was found; '
+            'install one (Debian: apt-get install python3.11-venv '
+            'python3.11-dev), or use your own environment: '
+            'make demo PYTHON=/path/to/python')
+
+
+def check_disk(folder: str, gigabytes: float) -> None:
+    """Stop early where the disk is too small."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < gigabytes:
+        give_up(f'{folder} has {free:.1f} GB free, {gigabytes} GB are needed;'
+                ' free some space and run the same command again')
+
+
+def explain_failure(what: str, output: str) -> NoReturn:
+    """Turn the end of a log into one line."""
+    text = output.lower()
+    if 'no space left on device' in text:
+        give_up(f'the disk is full ({what}); free some space and run the '
+                'same command again, it goes on from here')
+    signs = ('name resolution', 'name or service not known',
+             'connection refused', 'network is unreachable',
+             'newconnectionerror', 'read timed out', 'max retries',
+             'no matching distribution', 'proxyerror')
+    if any(sign in text for sign in signs):
+        give_up(f'the package index was not reached ({what}); check the '
+                'network or your pip configuration and run the same command '
+                f'again, it goes on from here (log: {LOG})')
+    give_up(f'{what} failed; the reason is at the end of {LOG}')
+
+
+@contextlib.contextmanager
+def heartbeat(line: Callable[[], str], every: float = 20.) -> Iterator[None]:
+    """Repeat a line while something long is running."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(every):
+            say(line())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def run(what: str, command: List[str],
+        env: Optional[Dict[str, str]] = None,
+        line: Optional[Callable[[], str]] = None) -> None:
+    """Run a command with its output in the log."""
+    os.makedirs(os.path.dirname(LOG), exist_ok=True)
+    with open(LOG, 'ab') as log:
+        log.write(f'\n$ {" ".join(command)}\n'.encode())
+        log.flush()
+        begin = log.tell()
+        with heartbeat(line or (lambda: f'... {what}')):
+            status = subprocess.run(command, stdout=log,
+                                    stderr=subprocess.STDOUT,
+                                    stdin=subprocess.DEVNULL,
+                                    env=env).returncode
+    if status != 0:
+        with open(LOG, 'rb') as log:
+            log.seek(begin)
+            output = log.read().decode(errors='replace')
+        explain_failure(what, output[-20000:])
+
+
+def python() -> str:
+    """The interpreter of the environment."""
+    return os.path.join(VENV, 'bin', 'python')
+
+
+def pip(what: str, *arguments: str,
+        env: Optional[Dict[str, str]] = None,
+        line: Optional[Callable[[], str]] = None) -> None:
+    """Run pip in the environment."""
+    say(what)
+    run(what, [python(), '-m', 'pip', *arguments], env, line)
+
+
+def ask(code: str) -> str:
+    """What the environment's Python prints."""
+    return subprocess.run([python(), '-c', code], check=True,
+                          stdout=subprocess.PIPE,
+                          universal_newlines=True).stdout.strip()
+
+
+def cache_folder() -> str:
+    """Where compiled wheels are kept: one folder per torch and Python."""
+    base = os.environ.get('MMDET_NANFIX_CACHE') or os.path.join(
+        os.environ.get('XDG_CACHE_HOME') or os.path.join(
+            os.path.expanduser('~'), '.cache'), 'mmdet_nanfix')
+    key = ask('import sys, torch; print(f"torch-{torch.__version__}'
+              '-cp{sys.version_info[0]}{sys.version_info[1]}")')
+    return os.path.join(base, f'{key}-{platform.machine()}')
+
+
+@contextlib.contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """One set-up at a time compiles into a folder."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, 'lock'), 'w') as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say('another set-up is compiling the same wheel; waiting for it')
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def check_compiler() -> None:
+    """What compiling an extension needs."""
+    compiler = os.environ.get('CXX', 'c++').split()[0]
+    if shutil.which(compiler) is None:
+        give_up(f'no C++ compiler ({compiler}) was found, and mmcv must be '
+                'compiled once; install one (Debian: apt-get install g++)')
+    include = ask('import sysconfig; print(sysconfig.get_path("include"))')
+    if not os.path.isfile(os.path.join(include, 'Python.h')):
+        give_up(f'{include} has no Python.h, and mmcv must be compiled once; '
+                'install the headers (Debian: apt-get install python3-dev)')
+
+
+def unpack_mmcv(folder: str) -> str:
+    """Fetch and unpack the sources; objects of an earlier try are kept."""
+    source = os.path.join(folder, f'mmcv-{MMCV}')
+    if os.path.isfile(os.path.join(source, 'unpacked')):
+        say(f'going on with the compilation in {source}')
+        return source
+    pip('fetching the sources of mmcv', 'download', '-q', '--no-deps',
+        '--no-build-isolation', '--no-binary', 'mmcv', '-d', folder,
+        f'mmcv=={MMCV}')
+    shutil.rmtree(source, ignore_errors=True)
+    with tarfile.open(f'{source}.tar.gz') as archive:
+        if hasattr(tarfile, 'data_filter'):
+            archive.extractall(folder, filter='data')
+        else:
+            archive.extractall(folder)
+    with open(os.path.join(source, 'unpacked'), 'w'):
+        pass
+    return source
+
+
+def jobs() -> int:
+    """Compilers at a time: one a core, 2 GB each."""
+    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory / 2e9)))
+
+
+def build_mmcv(folder: str) -> None:
+    """Compile the wheel into the cache folder."""
+    check_compiler()
+    check_disk(folder, 1)
+    build = os.path.join(folder, 'build')
+    os.makedirs(build, exist_ok=True)
+    source = unpack_mmcv(build)
+    kernels = os.path.join(source, 'mmcv', 'ops', 'csrc', 'pytorch')
+    total = len(glob.glob(os.path.join(kernels, '*.cpp')) +
+                glob.glob(os.path.join(kernels, 'cpu', '*.cpp')))
+
+    def line() -> str:
+        done = glob.glob(os.path.join(source, 'build', '**', '*.o'),
+                         recursive=True)
+        return f'... compiled {len(done)} of {total} files of mmcv'
+
+    # Python's own flags carry -g, which triples the time of each file.
+    env = dict(os.environ, MMCV_WITH_OPS='1', FORCE_CUDA='0',
+               CUDA_VISIBLE_DEVICES='', MAX_JOBS=str(jobs()),
+               CFLAGS='-g0 -O2')
+    pip(f'compiling the operations of mmcv {MMCV} with {jobs()} jobs, once '
+        'for this torch and Python (7 to 15 minutes on 2 cores)', 'wheel',
+        '--no-deps', '--no-build-isolation', '-w', build, source, env=env,
+        line=line)
+    wheel = glob.glob(os.path.join(build, 'mmcv-*.whl'))[0]
+    os.replace(wheel, os.path.join(folder, os.path.basename(wheel)))
+    shutil.rmtree(build)
+
+
+def mmcv_wheel() -> str:
+    """The compiled wheel, from the cache or compiled now."""
+    folder = cache_folder()
+    pattern = os.path.join(folder, f'mmcv-{MMCV}-*.whl')
+    with locked(folder):
+        if not glob.glob(pattern):
+            build_mmcv(folder)
+        else:
+            say(f'using the compiled mmcv in {folder}')
+    return glob.glob(pattern)[0]
+
+
+def fingerprint() -> str:
+    """What a ready environment depends on."""
+    digest = hashlib.sha256(ROOT.encode())
+    for path in (__file__, REQUIREMENTS, os.path.join(ROOT, 'setup.cfg'),
+                 os.path.join(ROOT, 'pyproject.toml')):
+        with open(path, 'rb') as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def is_ready() -> bool:
+    """Whether a set-up with these pins has come to its end."""
+    try:
+        with open(STAMP) as file:
+            return file.read() == fingerprint()
+    except OSError:
+        return False
+
+
+def set_up() -> None:
+    """All steps; each is quick where it is done already."""
+    if is_ready():
+        return
+    base = find_python()
+    say('setting up .venv: about 2 minutes, and 7 to 15 more the first time '
+        f'on a machine, to compile mmcv (log: {LOG})')
+    check_disk(ROOT, DISK_GB)
+    if not os.path.isfile(os.path.join(VENV, 'bin', 'pip')):
+        say(f'making .venv with {base}')
+        run('making .venv', [base, '-m', 'venv', '--clear', VENV])
+    pip('installing torch (200 MB for a CPU build, several GB for the CUDA '
+        'build that the index may prefer)', 'install', '-q', TORCH, *BUILD)
+    wheel = mmcv_wheel()
+    pip('installing what mmdet and the tests need', 'install', '-q', '-r',
+        REQUIREMENTS)
+    # Without dependencies: they ask for an OpenCV that needs a screen.
+    pip('installing mmcv, mmengine and mmdet', 'install', '-q', '--no-deps',
+        wheel, *HOSTS)
+    pip('installing this checkout, editable', 'install', '-q', '--no-deps',
+        '--no-build-isolation', '-e', ROOT)
+    say('trying it')
+    run('importing mmdet', [python(), '-c', CHECK])
+    with open(STAMP, 'w') as file:
+        file.write(fingerprint())
+    say('ready')
+
+
+CHECK = 'import mmdet, mmdet.registry; from mmcv.ops import nms, roi_align'
+
+
+def check(interpreter: str) -> None:
+    """Whether a user's own environment can run the demo."""
+    path = shutil.which(interpreter)
+    if path is None:
+        give_up(f'PYTHON={interpreter} is not an executable')
+    done = subprocess.run([path, '-W', 'ignore', '-c',
+                           CHECK + '; import rich'],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          universal_newlines=True)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1:]
+        give_up(f'PYTHON={interpreter} cannot run mmdet with mmcv operations '
+                f'({"".join(reason)}); install them there, or leave PYTHON '
+                'out to have .venv set up')
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--check', metavar='PYTHON',
+                        help='only check this interpreter')
+    arguments = parser.parse_args()
+    if os.name != 'posix':
+        give_up('only Linux and other POSIX systems are supported')
+    try:
+        if arguments.check:
+            check(arguments.check)
+        else:
+            set_up()
+    except KeyboardInterrupt:
+        give_up('interrupted; the same command goes on from here')
+    except OSError as error:
+        give_up(f'{error}; free some space or mend the permissions and run '
+                'the same command again, it goes on from here')
+
+
+if __name__ == '__main__':
+    main()
