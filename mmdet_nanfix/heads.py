@@ -72,6 +72,7 @@ class Parts:
             id(parameter): self.owner_of_name(name)
             for name, parameter in model.named_parameters()
         }
+        self._loss_owners: Dict[str, str] = {}
 
     def owner_of_name(self, name: str) -> str:
         """The innermost part that holds a parameter or buffer."""
@@ -99,6 +100,16 @@ class Parts:
             queue.extend(parent for parent, _ in node.next_functions)
         return UNKNOWN
 
+    def note_owners(self, losses: Mapping[str, List[Tensor]]) -> None:
+        """Remember who owns which loss key, before a graph is let go."""
+        for key, terms in losses.items():
+            if self._loss_owners.get(key, UNKNOWN) == UNKNOWN:
+                self._loss_owners[key] = self._owner_of_terms(terms)
+
+    def _owner_of_terms(self, terms: List[Tensor]) -> str:
+        return next((owner for owner in map(self.owner_of_loss, terms)
+                     if owner != UNKNOWN), UNKNOWN)
+
     def state(self, losses: Mapping[str, List[Tensor]],
               bad_grads: List[str]) -> Dict[str, HeadState]:
         """Describe every part, the healthy ones included.
@@ -120,8 +131,9 @@ class Parts:
                                  for term in terms)
                         for key, terms in losses.items()})
         for key, terms in losses.items():
-            owner = next((found for found in map(self.owner_of_loss, terms)
-                          if found != UNKNOWN), UNKNOWN)
+            owner = self._owner_of_terms(terms)
+            if owner == UNKNOWN:
+                owner = self._loss_owners.get(key, UNKNOWN)
             head = heads.setdefault(owner, HeadState())
             head.losses[key] = values[key]
             if values[key] - values[key] != 0:

@@ -190,6 +190,9 @@ def _spell(value: Any) -> Any:
     return value
 
 
+_KEYS = {field.name for field in dataclasses.fields(Incident)}
+
+
 def log_name(rank: int) -> str:
     """File name of one rank's log."""
     return 'incidents.jsonl' if rank == 0 else f'incidents_rank{rank}.jsonl'
@@ -248,7 +251,10 @@ def _torn(file: Any) -> bool:
 
 
 def read_log(path: str) -> Iterator[Dict[str, Any]]:
-    """Incidents of a log file as dicts; a torn line is passed over.
+    """Incidents of a log file as dicts.
+
+    Passes over a torn line, and anything else that is not an incident of
+    this schema.
 
     Args:
         path: The file.
@@ -262,5 +268,6 @@ def read_log(path: str) -> Iterator[Dict[str, Any]]:
                 incident = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(incident, dict) and 'schema' in incident:
+            if isinstance(incident, dict) and incident.get(
+                    'schema') == SCHEMA and _KEYS <= incident.keys():
                 yield incident

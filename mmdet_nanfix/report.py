@@ -4,6 +4,7 @@
 ranks. Exit status: 0 no incident, 1 some, 2 misuse.
 """
 import argparse
+import dataclasses
 import io
 import json
 import os
@@ -16,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .records import Incident, read_log
+from .records import HeadState, Incident, read_log
 
 __all__ = ['Summary', 'find_logs', 'incident_table', 'main']
 
+_HEAD_KEYS = tuple(field.name for field in dataclasses.fields(HeadState))
 _LOG = re.compile(r'incidents(_rank\d+)?\.jsonl')
 
 
@@ -47,44 +49,41 @@ def find_logs(work_dir: str) -> List[str]:
 
 
 def _heads_text(heads: Dict[str, Dict[str, Any]], blamed: Any) -> Text:
-    """One line a head that has losses or is blamed, the bad ones marked."""
+    """One line a head that has losses or is blamed; ``>`` marks the latter.
+
+    A part without losses of its own only passes on what a head did.
+    """
     text = Text()
     for name, state in heads.items():
-        losses = state.get('losses') or {}
-        bad_losses = state.get('bad_losses') or []
-        bad_grads = state.get('bad_grads') or []
-        if not losses and name != blamed:
+        head = HeadState(**{key: state[key] for key in _HEAD_KEYS
+                            if key in state})
+        if not head.losses and name != blamed:
             continue
-        said = [f'{key} {losses.get(key)}' for key in bad_losses]
-        if bad_grads:
-            said.append(f'{len(bad_grads)} of {state.get("n_params")} '
-                        'parameters with bad gradients')
-        if text:
-            text.append('\n')
+        text.append('\n' if text else '')
+        text.append('> ' if name == blamed else '  ')
         text.append(f'{name}: ')
-        text.append(', '.join(said) or 'fine', 'bold red' if said else '')
+        text.append(head.describe(), '' if head.fine else 'bold red')
     return text
 
 
 def _row(incident: Dict[str, Any]) -> List[Text]:
-    where = incident.get('where') or {}
-    scale = incident.get('loss_scale') or {}
-    counts = incident.get('counts') or {}
-    before, after = scale.get('before'), scale.get('after')
-    cells = [
-        incident.get('iter'),
-        incident.get('epoch'),
-        incident.get('rank'),
-        where.get('phase') or '?',
-        where.get('head') or '?',
-        _heads_text(incident.get('heads') or {}, where.get('head')),
-        before if before == after else f'{before} -> {after}',
-        incident.get('action'),
-        f'{counts.get("consecutive")} / {counts.get("total")}',
-    ]
+    where, scale = incident['where'], incident['loss_scale']
+    before, after = scale['before'], scale['after']
+    at = str(incident['iter'])
+    if incident['epoch'] is not None:
+        at += f'\nepoch {incident["epoch"]}'
+    if incident['rank']:
+        at += f'\nrank {incident["rank"]}'
     # Text, not str: rich reads markup in a str, and names are not ours.
-    return [cell if isinstance(cell, Text) else Text(str(cell))
-            for cell in cells]
+    return [
+        Text(at),
+        Text(str(where['phase'])),
+        _heads_text(incident['heads'], where['head']),
+        Text(f'{before:g}' if before == after
+             else f'{before:g} -> {after:g}'),
+        Text(f'{incident["action"]}\n{incident["counts"]["consecutive"]} in '
+             f'a row\n{incident["counts"]["total"]} in all'),
+    ]
 
 
 def incident_table(incidents: Iterable[Dict[str, Any]], title: str) -> Table:
@@ -94,8 +93,7 @@ def incident_table(incidents: Iterable[Dict[str, Any]], title: str) -> Table:
         incidents: As :func:`~mmdet_nanfix.records.read_log` gives them.
         title: Printed above the table.
     """
-    table = Table('iter', 'epoch', 'rank', 'phase', 'head', 'heads',
-                  'loss scale', 'action', 'in a row / in all',
+    table = Table('iter', 'phase', 'heads', 'loss scale', 'action',
                   title=Text(title), title_justify='left', show_lines=True)
     for incident in incidents:
         table.add_row(*_row(incident))

@@ -112,6 +112,7 @@ class GuardedStep:
             loss: Scalar, unscaled.
         """
         if self._window:
+            self._parts.note_owners(self._window[-1].terms)
             self._window[-1] = _detached(self._window[-1])
         self._window.append(_MicroStep(loss, loss_terms(self._losses)))
         self._losses = {}

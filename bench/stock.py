@@ -1,0 +1,60 @@
+"""The stock ``AmpOptimWrapper`` on a CPU, as the baseline of comparisons.
+
+The stock class refuses to be built without a GPU, and MMEngine's autocast
+takes only bfloat16 on a CPU. What is bypassed is exactly that: the device
+check, the scaler's device and the autocast context, which becomes our
+emulation of CUDA's. All decisions are the stock class's own.
+
+``python bench/stock.py TRAIN_PY CONFIG ...`` runs a training script so.
+"""
+import contextlib
+import functools
+import runpy
+import sys
+from typing import Any, Iterator, List, Optional
+from unittest import mock
+
+import mmengine.optim.optimizer.amp_optimizer_wrapper as stock_module
+import mmengine.runner.amp as amp_module
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mmdet_nanfix import emulation
+
+__all__ = ['stock_on_cpu']
+
+
+@contextlib.contextmanager
+def _autocast(device_type: Optional[str] = None,
+              dtype: Optional[torch.dtype] = None,
+              enabled: bool = True,
+              cache_enabled: Optional[bool] = None) -> Iterator[None]:
+    with emulation.cuda_autocast(dtype or torch.float16) if enabled else (
+            contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def stock_on_cpu() -> Iterator[None]:
+    """Region in which the stock class can be built and used on a CPU."""
+    scaler = functools.partial(torch.amp.GradScaler, 'cpu')
+    with mock.patch.object(stock_module, 'is_cuda_available',
+                           lambda: True), \
+            mock.patch.object(stock_module, 'GradScaler', scaler), \
+            mock.patch.object(amp_module, 'autocast', _autocast):
+        yield
+
+
+def main(argv: Any) -> None:
+    """Run a training script with the stock class on a CPU."""
+    script, *arguments = argv
+    sys.argv = [script, *arguments]
+    taken: List[Any] = []
+    register_optimizer_step_post_hook(lambda *step: taken.append(None))
+    with stock_on_cpu():
+        runpy.run_path(script, run_name='__main__')
+    print(f'stock: optimizer stepped {len(taken)} times')
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,209 @@
+import math
+import os
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mmdet_nanfix import emulation
+from mmdet_nanfix.emulation import cuda_autocast
+
+HALF = torch.float16
+
+
+def rounded(x):
+    return x.half().float()
+
+
+def header_lists():
+    """Overloads by list, as torch's own C++ header names them."""
+    path = os.path.join(os.path.dirname(torch.__file__), 'include', 'ATen',
+                        'autocast_mode.h')
+    with open(path) as file:
+        text = file.read()
+    lists = {}
+    for name in ('LOWER_PRECISION_FP', 'FP32', 'FP32_SET_OPT_DTYPE',
+                 'PROMOTE'):
+        body = re.search(rf'#define AT_FORALL_{name}\(_\)(.*?)\n\n', text,
+                         re.DOTALL).group(1)
+        lists[name] = {
+            '.'.join(part.strip() for part in entry.split(','))
+            for entry in re.findall(r'_\((\w+(?:, \w+)?)\)', body)}
+    return lists
+
+
+def test_every_overload_of_cudas_lists_is_registered():
+    lists = header_lists()
+    assert sum(map(len, lists.values())) > 100
+    # No CPU path leads to these: flash attention is picked below autocast,
+    # the fused cells are CUDA kernels.
+    elsewhere = {'_scaled_dot_product_flash_attention',
+                 '_thnn_fused_gru_cell', '_thnn_fused_lstm_cell'}
+    registered = set(emulation.half_kernels())
+    for wanted in lists.values():
+        assert wanted - registered - elsewhere == set()
+
+
+@pytest.mark.parametrize('call, dtype', [
+    (lambda x: F.linear(x, x), HALF),
+    (lambda x: x @ x, HALF),
+    (lambda x: torch.bmm(x[None], x[None]), HALF),
+    (lambda x: torch.einsum('ij,jk->ik', x, x), HALF),
+    (lambda x: F.conv2d(x[None, None], x[None, None]), HALF),
+    (lambda x: F.conv_transpose2d(x[None, None], x[None, None]), HALF),
+    (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+     HALF),
+    (lambda x: x.half().exp(), torch.float32),
+    (lambda x: torch.log(x.half()), torch.float32),
+    (lambda x: x.half()**2, torch.float32),
+    (lambda x: 2**x.half(), torch.float32),
+    (lambda x: x.half().softmax(-1), torch.float32),
+    (lambda x: x.half().sum(), torch.float32),
+    (lambda x: x.half().sum(0), torch.float32),
+    (lambda x: x.half().norm(), torch.float32),
+    (lambda x: x.half().norm(2, 0), torch.float32),
+    (lambda x: torch.norm(x.half()), torch.float32),
+    (lambda x: F.smooth_l1_loss(x.half(), x), torch.float32),
+    (lambda x: F.cross_entropy(x.half(), torch.tensor([0, 1, 2])),
+     torch.float32),
+    (lambda x: F.layer_norm(x.half(), (3, )), torch.float32),
+    (lambda x: F.interpolate(x.half()[None, None], scale_factor=2),
+     torch.float32),
+    # Arithmetic is on no list: half stays half, mixed is promoted.
+    (lambda x: x.half() + x.half(), HALF),
+    (lambda x: x.half().sigmoid(), HALF),
+    (lambda x: x.half() * x, torch.float32),
+    (lambda x: torch.atan2(x.half(), x), torch.float32),
+    (lambda x: x.double() @ x.double(), torch.float64),
+    (lambda x: x.long().sum(), torch.int64),
+    (lambda x: x.half().sum(dtype=torch.float64), torch.float64),
+])
+def test_dtypes_are_those_of_cuda(call, dtype):
+    x = torch.rand(3, 3) + .5
+    with cuda_autocast():
+        assert call(x).dtype == dtype
+
+
+def test_half_kernels_round_inputs_and_result_but_not_the_sum():
+    # 4096 products of 1: half would stop counting at 2048.
+    ones = torch.ones(1, 4096)
+    with cuda_autocast():
+        assert F.linear(ones, ones).item() == 4096
+    x, w = torch.randn(8, 33), torch.randn(5, 33)
+    with cuda_autocast():
+        out = F.linear(x, w)
+    assert torch.equal(out, F.linear(rounded(x), rounded(w)).half())
+
+
+numbers = st.floats(-300., 300., width=32)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(numbers, min_size=4, max_size=4),
+       st.lists(numbers, min_size=4, max_size=4))
+def test_overflow_is_where_rounding_has_it(left, right):
+    a, b = torch.tensor([left]), torch.tensor([right])
+    with cuda_autocast():
+        out = F.linear(a, b)
+    assert torch.equal(out, F.linear(rounded(a), rounded(b)).half())
+
+
+@pytest.mark.parametrize('value, kept', [
+    (65504., 65504.), (65519., 65504.), (65520., math.inf),
+    (-65520., -math.inf), (6e-8, 2.**-24), (2e-8, 0.)])
+def test_limits_of_half(value, kept):
+    with cuda_autocast():
+        out = F.linear(torch.tensor([[value]]), torch.ones(1, 1))
+    assert out.item() == kept
+
+
+def test_gradients_are_rounded_and_overflow():
+    x = torch.randn(4, 3, requires_grad=True)
+    w = torch.randn(2, 3, requires_grad=True)
+    with cuda_autocast():
+        out = F.linear(x, w)
+    (out.float() * 7.77).sum().backward()
+    grad = torch.full((4, 2), 7.77).half().float()
+    assert torch.equal(w.grad, rounded(grad.t() @ rounded(x)))
+    assert torch.equal(x.grad, rounded(grad @ rounded(w)))
+    w.grad = None
+    with cuda_autocast():
+        out = F.linear(torch.full((2, 3), 200.), w)
+    (out.float() * 300).sum().backward()
+    assert torch.isinf(w.grad).all()
+
+
+def test_binary_cross_entropy_is_refused():
+    p, t = torch.rand(3), torch.ones(3)
+    with cuda_autocast():
+        with pytest.raises(RuntimeError, match='binary_cross_entropy'):
+            F.binary_cross_entropy(p, t)
+        with torch.autocast('cpu', enabled=False):
+            F.binary_cross_entropy(p, t)
+        assert F.binary_cross_entropy_with_logits(
+            p.half(), t).dtype == torch.float32
+
+
+def test_disabled_regions_are_left_alone():
+    x = torch.rand(3, 3)
+    with cuda_autocast():
+        with torch.autocast('cpu', enabled=False):
+            assert F.linear(x, x).dtype == torch.float32
+            assert x.half().exp().dtype == HALF
+        assert F.linear(x, x).dtype == HALF
+
+
+def test_nothing_is_left_behind():
+    x = torch.rand(3, 3)
+
+    def stock():
+        with torch.autocast('cpu', HALF):
+            return x.half().exp().dtype, F.linear(x, x)
+
+    before = stock()
+    with cuda_autocast(), emulation.installed(), cuda_autocast():
+        assert x.half().exp().dtype == torch.float32
+    with pytest.raises(ZeroDivisionError), cuda_autocast():
+        raise ZeroDivisionError
+    after = stock()
+    assert before[0] == after[0] == HALF
+    assert torch.equal(before[1], after[1])
+    assert F.linear(x, x).dtype == torch.float32
+
+
+def test_bfloat16_and_impossible_dtypes():
+    x = torch.rand(3, 3)
+    with cuda_autocast(torch.bfloat16):
+        assert F.linear(x, x).dtype == torch.bfloat16
+        assert x.bfloat16().exp().dtype == torch.float32
+    with pytest.raises(ValueError, match='float32'), cuda_autocast(
+            torch.float32):
+        pass
+
+
+def test_checkpointed_forward_recomputes_the_same():
+    from torch.utils.checkpoint import checkpoint
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    grads = []
+    for use_reentrant in (None, False, True):
+        net.zero_grad()
+        with emulation.installed():
+            with cuda_autocast():
+                out = net(x) if use_reentrant is None else checkpoint(
+                    net, x, use_reentrant=use_reentrant)
+            out.float().pow(2).sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other))
+
+
+def test_recurrent_cells_run_in_half():
+    with cuda_autocast():
+        out = nn.GRUCell(3, 3)(torch.rand(2, 3))
+    assert out.dtype == HALF

@@ -1,0 +1,336 @@
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import said_in, toy_batch
+from mmengine.optim import AmpOptimWrapper, build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+from torch.utils.data import Dataset
+
+import mmdet_nanfix
+from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
+from mmdet_nanfix.records import read_log
+from stock import stock_on_cpu
+
+SGD = dict(type='SGD', lr=.1)
+
+
+def wrap(model, type='NanSafeAmpOptimWrapper', optimizer=SGD, **kwargs):
+    return build_optim_wrapper(
+        model, dict(type=type, optimizer=dict(optimizer), **kwargs))
+
+
+def train(model, wrapper, *batches):
+    return [model.train_step(copy.deepcopy(batch), wrapper)
+            for batch in batches]
+
+
+def weights(model):
+    return {name: value.clone() for name, value in
+            model.named_parameters()}
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_names_resolve_by_scope():
+    from mmdet.registry import OPTIM_WRAPPERS as mmdet_wrappers
+    from mmengine.registry import OPTIM_WRAPPERS as root_wrappers
+    assert mmdet_wrappers.get('AmpOptimWrapper') is NanSafeAmpOptimWrapper
+    assert root_wrappers.get('AmpOptimWrapper') is AmpOptimWrapper
+    for registry in (mmdet_wrappers, root_wrappers):
+        assert registry.get('NanSafeAmpOptimWrapper') is (
+            NanSafeAmpOptimWrapper)
+
+
+@pytest.mark.parametrize('optimizer, clip', [
+    (dict(type='SGD', lr=.1, momentum=.9), None),
+    (dict(type='AdamW', lr=.01), dict(max_norm=1.)),
+    (dict(type='AdamW', lr=.01, fused=True), None),
+    (dict(type='AdamW', lr=.01, fused=True), dict(max_norm=1.))])
+def test_a_thousand_bad_steps_and_a_good_one(toy, optimizer, clip):
+    wrapper = wrap(toy, optimizer=optimizer, clip_grad=clip,
+                   nanfix=dict(max_consecutive=None))
+    before = weights(toy)
+    bad = [toy_batch(rpn=math.nan), toy_batch(box=1e37)]
+    for index in range(1000):
+        train(toy, wrapper, bad[index % 2])
+    assert same(before, weights(toy))
+    assert wrapper._scale.scale == 1
+    train(toy, wrapper, toy_batch())
+    after = weights(toy)
+    assert not same(before, after)
+    assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_healthy_steps_equal_stocks(toy):
+    # Grows at 2 and 4, overflows where 2**9 is too much, like GradScaler.
+    scale = dict(init_scale=128., growth_interval=2)
+    runs = []
+    for kind in ('AmpOptimWrapper', 'NanSafeAmpOptimWrapper'):
+        model = copy.deepcopy(toy)
+        with stock_on_cpu():
+            wrapper = wrap(model, kind, loss_scale=dict(scale),
+                           clip_grad=dict(max_norm=1.),
+                           optimizer=dict(type='AdamW', lr=.01))
+            logs = train(model, wrapper, *[
+                toy_batch(box=box) for box in (1., 2., 500., 1., 1., 3.)])
+        runs.append((wrapper.loss_scaler.get_scale(), logs, weights(model)))
+    (stock_scale, stock_logs, stock), (our_scale, our_logs, ours) = runs
+    assert stock_scale == our_scale != 128
+    assert same(stock, ours)
+    assert [log['loss'].item() for log in stock_logs] == [
+        log['loss'].item() for log in our_logs]
+
+
+def test_a_healthy_step_reads_as_often_as_stock(toy):
+    counts = []
+    for kind in ('AmpOptimWrapper', 'NanSafeAmpOptimWrapper'):
+        model = copy.deepcopy(toy)
+        with stock_on_cpu():
+            wrapper = wrap(model, kind, clip_grad=dict(max_norm=1.),
+                           loss_scale=dict(init_scale=64.))
+            train(model, wrapper, toy_batch())
+            with torch.profiler.profile() as profile:
+                train(model, wrapper, toy_batch())
+        counts.append({event.key: event.count
+                       for event in profile.key_averages()})
+    reads = [count['aten::_local_scalar_dense'] for count in counts]
+    assert reads[0] == reads[1] > 0
+    aten = [sum(number for name, number in count.items()
+                if name.startswith('aten::')) for count in counts]
+    # A detector's step makes about 3,000; one percent of that is 30.
+    assert aten[1] - aten[0] <= 20
+
+
+def test_accumulation_drops_the_window_of_a_bad_micro_step(toy):
+    wrapper = wrap(toy, accumulative_counts=3)
+    wrapper.initialize_count_status(toy, 0, 7)
+    before = weights(toy)
+    train(toy, wrapper, toy_batch(), toy_batch(rpn=math.nan), toy_batch())
+    assert same(before, weights(toy))
+    train(toy, wrapper, *[toy_batch()] * 3)
+    middle = weights(toy)
+    assert not same(before, middle)
+    # The last window is short.
+    train(toy, wrapper, toy_batch())
+    assert not same(middle, weights(toy))
+    assert wrapper.inner_count == 7
+    assert (wrapper._stop.steps, wrapper._stop.total) == (3, 1)
+
+
+def test_clipping_waits_for_the_check(toy):
+    wrapper = wrap(toy, clip_grad=dict(max_norm=1.))
+    train(toy, wrapper, toy_batch(box=1e37))
+    assert 'train/grad_norm' not in wrapper.message_hub.log_scalars
+    assert wrapper._summary.rows == {('backward', 'roi_head.bbox_head'):
+                                     [1, 1, 1]}
+
+
+@pytest.mark.parametrize('kwargs, error, named', [
+    (dict(loss_scale=dict(backoff_factor=-1.)), ValueError, 'backoff_factor'),
+    (dict(loss_scale='static'), ValueError, 'static'),
+    (dict(loss_scale=dict(scale=1.)), TypeError, 'scale'),
+    (dict(dtype='float17'), ValueError, 'float17'),
+    (dict(dtype=torch.int32), ValueError, 'int32'),
+    (dict(dtype=16), TypeError, '16'),
+    (dict(nanfix=dict(max_consecutive=0)), ValueError, 'max_consecutive'),
+    (dict(nanfix=dict(max_consecutiv=1)), TypeError, 'max_consecutiv'),
+    (dict(nanfix='on'), TypeError, 'nanfix'),
+])
+def test_impossible_arguments(toy, kwargs, error, named):
+    with pytest.raises(error, match=named) as caught:
+        wrap(toy, **kwargs)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(loss_scale='dynamic'), dict(loss_scale=512.),
+    dict(loss_scale=512), dict(loss_scale=dict(init_scale=65536.)),
+    dict(loss_scale=dict(init_scale=2.**16, growth_factor=2.,
+                         backoff_factor=.5, growth_interval=2000,
+                         enabled=True)),
+    dict(loss_scale=dict(enabled=False)),
+    dict(dtype='float16'), dict(dtype='bfloat16'), dict(dtype='float32'),
+    dict(dtype=torch.bfloat16), dict(dtype='float64'),
+    dict(accumulative_counts=2, clip_grad=dict(type='value', clip_value=1.)),
+])
+def test_what_stock_accepts_is_accepted(toy, kwargs):
+    before = weights(toy)
+    train(toy, wrap(toy, **kwargs), toy_batch(), toy_batch())
+    assert not same(before, weights(toy))
+
+
+def test_stopping_saves_the_weights_first(toy, tmp_path, said):
+    wrapper = wrap(toy, nanfix=dict(max_consecutive=3))
+    wrapper._arm(toy)
+    wrapper._log = mmdet_nanfix.records.IncidentLog(
+        str(tmp_path / 'nanfix' / 'incidents.jsonl'), print)
+    train(toy, wrapper, toy_batch())
+    before = weights(toy)
+    bad = toy_batch(rpn=math.nan)
+    train(toy, wrapper, bad, bad)
+    with pytest.raises(mmdet_nanfix.NonFiniteError) as caught:
+        train(toy, wrapper, bad)
+    assert isinstance(caught.value, FloatingPointError)
+    assert caught.value.incident.where.head == 'rpn_head'
+    assert caught.value.incident.action == 'aborted'
+    (saved, ) = (tmp_path / 'nanfix').glob('*.pth')
+    assert str(saved) in str(caught.value)
+    assert '3 optimizer steps in a row' in str(caught.value)
+    stored = torch.load(saved, weights_only=True)['state_dict']
+    assert same(before, stored)
+    actions = [record['action'] for record in
+               read_log(tmp_path / 'nanfix' / 'incidents.jsonl')]
+    assert actions == ['skipped', 'skipped', 'aborted']
+    lines = said()
+    assert sum('in a row' in line for line in lines) == 3 + 1
+    assert 'rpn_head' in lines[-1] and '┃' in lines[-1]
+
+
+def test_checkpoints_load_both_ways(toy):
+    ours = wrap(toy)
+    train(toy, ours, toy_batch(box=1e37), toy_batch())
+    state = ours.state_dict()
+    assert all(type(value) in (int, float)
+               for value in state['loss_scaler'].values())
+    with stock_on_cpu():
+        stock = wrap(toy, 'AmpOptimWrapper')
+    stock.load_state_dict(copy.deepcopy(state))
+    assert stock.loss_scaler.get_scale() == 128
+    again = wrap(toy)
+    again.load_state_dict(copy.deepcopy(state))
+    assert again.state_dict()['loss_scaler'] == state['loss_scaler']
+    train(toy, again, toy_batch())
+    assert again.loss_scaler.get_scale() == 128
+    with stock_on_cpu():
+        train(toy, stock, toy_batch())
+    again.load_state_dict(stock.state_dict())
+    assert again._scale.scale == 128
+    plain = wrap(toy, 'OptimWrapper')
+    again = wrap(toy)
+    again.load_state_dict(plain.state_dict())
+    assert again._scale.scale == 256
+    plain.load_state_dict(copy.deepcopy(state))
+
+
+def test_a_collapsed_scale_in_a_checkpoint_is_repaired(toy, said):
+    wrapper = wrap(toy)
+    state = wrapper.state_dict()
+    state['loss_scaler']['scale'] = 0.
+    wrapper.load_state_dict(state)
+    train(toy, wrapper, toy_batch())
+    assert wrapper.loss_scaler.get_scale() == 256
+    assert any('loss scale of 0' in line for line in said())
+
+
+def test_a_checkpointed_model_trains(toy):
+    """The recomputation runs in the backward, after the autocast region."""
+    from torch.utils.checkpoint import checkpoint
+    plain, checkpointed = toy, copy.deepcopy(toy)
+    inner = checkpointed.roi_head.bbox_head
+    hidden = inner.hidden
+
+    class Checkpointed(torch.nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.inner = hidden
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.inner(y).softmax(-1), x,
+                              use_reentrant=False)
+
+    class Softmax(torch.nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.inner = plain.roi_head.bbox_head.hidden
+
+        def forward(self, x):
+            return self.inner(x).softmax(-1)
+
+    inner.hidden = Checkpointed()
+    plain.roi_head.bbox_head.hidden = Softmax()
+    for model in (plain, checkpointed):
+        train(model, wrap(model), toy_batch(), toy_batch())
+    assert same(weights(plain), weights(checkpointed))
+
+
+def test_emulation_ends_with_the_step_and_with_an_error(toy):
+    wrapper = wrap(toy)
+    half = torch.rand(3).half()
+
+    def inside():
+        with torch.autocast('cpu', torch.float16):
+            return half.exp().dtype
+
+    train(toy, wrapper, toy_batch())
+    assert inside() == torch.float16
+    with pytest.raises(KeyError):
+        toy.train_step({'inputs': {}}, wrapper)
+    assert inside() == torch.float16
+
+
+class Batches(Dataset):
+    """Eight batches, two of them bad."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return toy_batch(rpn=math.nan if index in (2, 3) else 1.)
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_any_mmengine_model_without_mmdets_scope(toy, tmp_path, by_epoch):
+    loop = dict(by_epoch=True, max_epochs=2) if by_epoch else dict(
+        by_epoch=False, max_iters=16)
+    runner = Runner(
+        toy, str(tmp_path), experiment_name=f'toy{by_epoch}',
+        train_dataloader=dict(
+            dataset=Batches(), batch_size=1, num_workers=0,
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=lambda items: items[0]),
+        train_cfg=loop,
+        optim_wrapper=dict(type='NanSafeAmpOptimWrapper', optimizer=SGD),
+        visualizer=dict(type='Visualizer', vis_backends=[
+            dict(type='LocalVisBackend'),
+            dict(type='TensorboardVisBackend')]),
+        default_scope='mmengine')
+    assert DefaultScope.get_current_instance().scope_name == 'mmengine'
+    runner.train()
+    (path, ) = tmp_path.glob('*/nanfix/incidents.jsonl')
+    records = list(read_log(path))
+    assert [record['iter'] for record in records] == [3, 4, 11, 12]
+    if by_epoch:
+        assert [record['epoch'] for record in records] == [1, 1, 2, 2]
+    assert {record['where']['head'] for record in records} == {'rpn_head'}
+    assert records[-1]['counts'] == dict(consecutive=2, total=4, steps=12)
+    lines = said_in(tmp_path)
+    assert 'loss scale 256' in lines[0] and str(path) in lines[0]
+    assert '4 of 16 optimizer steps were skipped' in lines[-1]
+    assert len(lines) == 1 + 4 + 1
+    scalars = (path.parent.parent / 'vis_data' / 'scalars.json').read_text()
+    drawn = [json.loads(line) for line in scalars.splitlines()]
+    assert [row['nanfix/skipped'] for row in drawn
+            if 'nanfix/skipped' in row] == [1, 2, 3, 4]
+
+
+def test_off_registers_names_and_replaces_nothing():
+    code = ('import mmdet_nanfix\n'
+            'from mmdet.registry import OPTIM_WRAPPERS as o\n'
+            'print(o.get("AmpOptimWrapper").__module__,'
+            ' o.get("NanSafeAmpOptimWrapper").__module__)\n')
+    done = subprocess.run([sys.executable, '-c', code], text=True,
+                          capture_output=True, check=True, timeout=120,
+                          env=dict(os.environ, MMDET_NANFIX='off'))
+    stock, ours = done.stdout.split()[-2:]
+    assert stock.startswith('mmengine.') and ours == 'mmdet_nanfix.engine'

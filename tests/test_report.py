@@ -1,0 +1,90 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_records import fail, incident
+
+from mmdet_nanfix.records import IncidentLog, log_name
+from mmdet_nanfix.report import Summary, find_logs, main
+
+
+def write(work_dir, run, rank, *incidents):
+    log = IncidentLog(str(work_dir / run / 'nanfix' / log_name(rank)), fail)
+    for one in incidents:
+        log.write(one)
+
+
+def test_all_resumes_and_ranks(tmp_path, capsys):
+    write(tmp_path, '20240102_000000', 0, incident(5))
+    write(tmp_path, '20240102_000000', 1, incident(5))
+    write(tmp_path, '20240101_000000', 0, incident(1), incident(2))
+    (tmp_path / 'vis_data').mkdir()
+    (tmp_path / 'vis_data' / 'incidents.jsonl').write_text('not ours')
+    assert [path[len(str(tmp_path)) + 1:] for path in find_logs(tmp_path)] \
+        == ['20240101_000000/nanfix/incidents.jsonl',
+            '20240102_000000/nanfix/incidents.jsonl',
+            '20240102_000000/nanfix/incidents_rank1.jsonl']
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert '4 incident(s) in 3 log(s)' in out
+    assert main([str(tmp_path), '--json']) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)['iter'] for line in lines] == [1, 2, 5, 5]
+
+
+def test_exit_zero_without_incidents(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 0
+    assert 'No incident log' in capsys.readouterr().out
+    write(tmp_path, 'run', 0)
+    assert main([str(tmp_path)]) == 0
+    assert 'No incident in 1 log' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('arguments, named', [
+    (['/nonexistent/place'], '/nonexistent/place'),
+    ([], 'work_dir'),
+    (['.', '--nonsense'], '--nonsense'),
+])
+def test_misuse_is_one_line_and_exit_two(arguments, named, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count('\n') == 1
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    # rich would read markup in them.
+    strange = incident()
+    strange.heads['[red]x_head[/]'] = strange.heads.pop('rpn_head')
+    strange.where.head = '[red]x_head[/]'
+    write(tmp_path, '[bold]run', 0, strange)
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert '[bold]run' in out
+
+
+def test_both_forms_are_one_tool_and_load_no_host(tmp_path):
+    write(tmp_path, 'run', 0, incident())
+    forms = ([sys.executable, '-X', 'importtime', '-m',
+              'mmdet_nanfix.report'], [sys.executable, 'tools/nan_report.py'])
+    outs = []
+    for form in forms:
+        done = subprocess.run([*form, str(tmp_path)], cwd=ROOT, text=True,
+                              capture_output=True, timeout=60)
+        assert done.returncode == 1
+        assert ' torch\n' not in done.stderr
+        outs.append(done.stdout)
+    assert outs[0] == outs[1] and 'roi_head' in outs[0]
+
+
+def test_summary_counts_by_phase_and_head():
+    summary = Summary()
+    for iteration in (3, 9):
+        summary.add(incident(iteration))
+    text = summary.text()
+    row = next(line for line in text.splitlines() if 'bbox_head' in line)
+    assert [cell.strip() for cell in row.strip('│ ').split('│')] == [
+        'loss', 'roi_head.bbox_head', '2', '3', '9']
