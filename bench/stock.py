@@ -17,6 +17,7 @@ from unittest import mock
 import mmengine.optim.optimizer.amp_optimizer_wrapper as stock_module
 import mmengine.runner.amp as amp_module
 import torch
+from mmdet.registry import OPTIM_WRAPPERS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmdet_nanfix import emulation
@@ -36,9 +37,17 @@ def _autocast(device_type: Optional[str] = None,
 
 @contextlib.contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Region in which the stock class can be built and used on a CPU."""
+    """Region in which the stock class can be built and used on a CPU.
+
+    In it mmdet's scope resolves ``AmpOptimWrapper`` to the stock class too.
+    """
     scaler = functools.partial(torch.amp.GradScaler, 'cpu')
-    with mock.patch.object(stock_module, 'is_cuda_available',
+    unshadowed = {
+        name: kind for name, kind in OPTIM_WRAPPERS.module_dict.items()
+        if name != 'AmpOptimWrapper'}
+    with mock.patch.dict(OPTIM_WRAPPERS.module_dict, unshadowed,
+                         clear=True), \
+            mock.patch.object(stock_module, 'is_cuda_available',
                            lambda: True), \
             mock.patch.object(stock_module, 'GradScaler', scaler), \
             mock.patch.object(amp_module, 'autocast', _autocast):

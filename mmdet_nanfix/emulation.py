@@ -18,8 +18,16 @@ import contextlib
 import functools
 import threading
 import warnings
-from typing import (Any, Callable, ContextManager, Dict, Iterator, List,
-                    Optional, Tuple)
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+)
 
 import torch
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import emulation
 from .finite import bad_tensors
 from .policy import LossScale, LossScaleSettings, StopRule
-from .records import Incident, IncidentLog, NonFiniteError, log_name
+from .records import IncidentLog, NonFiniteError, log_name
 from .report import Summary
 from .step import GuardedStep, Verdict
 
@@ -100,7 +100,8 @@ def _scaler(device: str, use_fsdp: bool, scale: float) -> Any:
     """Torch's scaler: it scales, unscales and finds; we decide."""
     if use_fsdp:
         from torch.distributed.fsdp.sharded_grad_scaler import (
-            ShardedGradScaler)
+            ShardedGradScaler,
+        )
         elsewhere = {} if device == 'cuda' else {'device': device}
         return ShardedGradScaler(init_scale=scale, **elsewhere)
     if hasattr(torch.amp, 'GradScaler'):

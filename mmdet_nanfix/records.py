@@ -269,5 +269,5 @@ def read_log(path: str) -> Iterator[Dict[str, Any]]:
             except ValueError:
                 continue
             if isinstance(incident, dict) and incident.get(
-                    'schema') == SCHEMA and _KEYS <= incident.keys():
+                    'schema') == SCHEMA and incident.keys() >= _KEYS:
                 yield incident

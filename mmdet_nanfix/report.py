@@ -10,8 +10,16 @@ import json
 import os
 import re
 import sys
-from typing import (Any, Dict, Iterable, Iterator, List, NoReturn, Optional,
-                    Sequence, Tuple)
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    List,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from rich.console import Console
 from rich.table import Table
@@ -148,10 +156,12 @@ def _print_report(work_dir: str, logs: Sequence[str],
     return total
 
 
-def _findings(logs: Sequence[str]) -> Iterator[Dict[str, Any]]:
-    for path in logs:
-        for incident in read_log(path):
-            yield {'log': path, **incident}
+def _print_json(logs: Sequence[str]) -> int:
+    found = [{'log': path, **incident}
+             for path in logs for incident in read_log(path)]
+    for finding in found:
+        print(json.dumps(finding, allow_nan=False, ensure_ascii=False))
+    return len(found)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -167,11 +177,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         logs = find_logs(args.work_dir)
         if args.json:
-            total = 0
-            for finding in _findings(logs):
-                total += 1
-                print(json.dumps(finding, allow_nan=False,
-                                 ensure_ascii=False))
+            total = _print_json(logs)
         else:
             total = _print_report(args.work_dir, logs, Console())
     except BrokenPipeError:

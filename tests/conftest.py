@@ -7,10 +7,10 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
+from shapes import write_shapes
 from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
-from shapes import write_shapes
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -121,6 +121,8 @@ def tiny_config(_demo_config, shapes, tmp_path):
     cfg.train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=1,
                          val_interval=10)
     cfg.default_hooks.logger.interval = 1
+    # Visualizers of one name are one object, whatever its folder.
+    cfg.visualizer.name = str(tmp_path)
     box = cfg.model.roi_head.bbox_head
     box.loss_cls.loss_weight = box.loss_bbox.loss_weight = 1.
     return cfg

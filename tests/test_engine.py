@@ -11,12 +11,12 @@ from conftest import said_in, toy_batch
 from mmengine.optim import AmpOptimWrapper, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
+from stock import stock_on_cpu
 from torch.utils.data import Dataset
 
 import mmdet_nanfix
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
 from mmdet_nanfix.records import read_log
-from stock import stock_on_cpu
 
 SGD = dict(type='SGD', lr=.1)
 

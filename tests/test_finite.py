@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from mmdet_nanfix.finite import (Anchor, bad_tensors, kind_of,
-                                 reached_parameters)
+from mmdet_nanfix.finite import (
+    Anchor,
+    bad_tensors,
+    kind_of,
+    reached_parameters,
+)
 
 BAD = [math.nan, math.inf, -math.inf]
 

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmdet_nanfix.records import (Counts, HeadState, Incident, IncidentLog,
-                                  LossScaleChange, Where, log_name, read_log)
+from mmdet_nanfix.records import (
+    Counts,
+    HeadState,
+    Incident,
+    IncidentLog,
+    LossScaleChange,
+    Where,
+    log_name,
+    read_log,
+)
 
 KEYS = {'schema', 'time', 'rank', 'epoch', 'iter', 'where', 'heads', 'images',
         'loss_scale', 'cause', 'action', 'counts'}

@@ -148,7 +148,7 @@ def ask(code: str) -> str:
     """What the environment's Python prints."""
     return subprocess.run([python(), '-c', code], check=True,
                           stdout=subprocess.PIPE,
-                          universal_newlines=True).stdout.strip()
+                          text=True).stdout.strip()
 
 
 def cache_folder() -> str:
@@ -311,7 +311,7 @@ def check(interpreter: str) -> None:
     done = subprocess.run([path, '-W', 'ignore', '-c',
                            CHECK + '; import rich'],
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                          universal_newlines=True)
+                          text=True)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:]
         give_up(f'PYTHON={interpreter} cannot run mmdet with mmcv operations '
