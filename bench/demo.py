@@ -104,6 +104,7 @@ def read_run(name: str) -> Dict[str, Any]:
         moved=bool(momentum),
         first_loss=steps[0]['loss'],
         last_loss=steps[-1]['loss'],
+        grad_norm=steps[-1].get('grad_norm', math.nan),
         batch_norm=batch_norm_state(checkpoint['state_dict']),
         mAP=metrics['coco/bbox_mAP'],
         mAP_50=metrics['coco/bbox_mAP_50'])
@@ -133,6 +134,8 @@ def side_by_side(stock: Dict[str, Any], guarded: Dict[str, Any]) -> Table:
         ('loss, first and last',
          *(f'{run["first_loss"]:.1f}, {run["last_loss"]:.1f}'
            for run in (stock, guarded))),
+        ('grad_norm in the last line',
+         *(f'{run["grad_norm"]:.1f}' for run in (stock, guarded))),
         ('evaluation: mAP, mAP at 0.5',
          *(f'{run["mAP"]:.3f}, {run["mAP_50"]:.3f}'
            for run in (stock, guarded))),

@@ -139,9 +139,10 @@ class Incident:
 
     def to_json(self) -> str:
         """One line of strict JSON, without a line break."""
-        return json.dumps(
-            _spell(dataclasses.asdict(self)), allow_nan=False,
-            ensure_ascii=False)
+        record = {'schema': self.schema, 'time': self.time,
+                  **dataclasses.asdict(self)}
+        return json.dumps(_spell(record), allow_nan=False,
+                          ensure_ascii=False)
 
     def summary(self) -> str:
         """One line for the console."""

@@ -47,6 +47,20 @@ def test_the_demo_configs_differ_by_custom_imports_alone():
     assert stock['optim_wrapper']['loss_scale'] == 512.
 
 
+def test_a_dumped_config_is_stripped_as_the_readme_says(tiny_config,
+                                                        tmp_path):
+    path = dump(tiny_config, tmp_path)
+    cfg = Config.fromfile(path, import_custom_modules=False)
+    cfg.pop('custom_imports')
+    cfg.dump(path)
+    code = ('import sys; sys.modules["mmdet_nanfix"] = None\n'
+            'from mmengine.config import Config\n'
+            f'print(Config.fromfile({path!r}).optim_wrapper.type)\n')
+    done = subprocess.run([sys.executable, '-c', code], text=True,
+                          capture_output=True, timeout=120)
+    assert done.stdout.strip() == 'AmpOptimWrapper', done.stderr
+
+
 def test_amp_flag_writes_the_per_head_log(tiny_config, tmp_path):
     # The weight overflows the box head's gradients at every scale from 16.
     box = tiny_config.model.roi_head.bbox_head
