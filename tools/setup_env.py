@@ -141,6 +141,9 @@ def pip(what: str, *arguments: str,
         line: Optional[Callable[[], str]] = None) -> None:
     """Run pip in the environment."""
     say(what)
+    if arguments[0] == 'install':
+        # Python compiles what is imported; all of torch takes half a minute.
+        arguments = ('install', '-q', '--no-compile', *arguments[1:])
     run(what, [python(), '-m', 'pip', *arguments], env, line)
 
 
@@ -284,14 +287,14 @@ def set_up() -> None:
         say(f'making .venv with {base}')
         run('making .venv', [base, '-m', 'venv', '--clear', VENV])
     pip('installing torch (200 MB for a CPU build, several GB for the CUDA '
-        'build that the index may prefer)', 'install', '-q', TORCH, *BUILD)
+        'build that the index may prefer)', 'install', TORCH, *BUILD)
     wheel = mmcv_wheel()
-    pip('installing what mmdet and the tests need', 'install', '-q', '-r',
+    pip('installing what mmdet and the tests need', 'install', '-r',
         REQUIREMENTS)
     # Without dependencies: they ask for an OpenCV that needs a screen.
-    pip('installing mmcv, mmengine and mmdet', 'install', '-q', '--no-deps',
+    pip('installing mmcv, mmengine and mmdet', 'install', '--no-deps',
         wheel, *HOSTS)
-    pip('installing this checkout, editable', 'install', '-q', '--no-deps',
+    pip('installing this checkout, editable', 'install', '--no-deps',
         '--no-build-isolation', '-e', ROOT)
     say('trying it')
     run('importing mmdet', [python(), '-c', CHECK])
