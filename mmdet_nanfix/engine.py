@@ -42,11 +42,8 @@ def _warn(message: str) -> None:
 
 def _log_folder() -> Optional[str]:
     """``<work_dir>/<timestamp>``, where the running Runner logs to."""
-    if MMLogger._instance_dict:
-        log_file = getattr(MMLogger.get_current_instance(), '_log_file', None)
-        if log_file:
-            return os.path.dirname(os.path.abspath(log_file))
-    return None
+    log_file = getattr(MMLogger.get_current_instance(), '_log_file', None)
+    return os.path.dirname(os.path.abspath(log_file)) if log_file else None
 
 
 def _any_rank(flag: bool) -> bool:
@@ -62,7 +59,7 @@ def _any_rank(flag: bool) -> bool:
 def _checked_dtype(dtype: Union[str, torch.dtype, None]) -> torch.dtype:
     if dtype is None:
         return torch.float16
-    name = str(dtype).rpartition('.')[2]
+    name = dtype if isinstance(dtype, str) else str(dtype)[len('torch.'):]
     if not isinstance(dtype, (str, torch.dtype)):
         raise TypeError('Expected argument `dtype` to be a str or a '
                         f'torch.dtype, but got {dtype!r}')
@@ -286,9 +283,13 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         if self._scale.scale != before:
             self._draw('scale', self._scale.scale)
         if verdict.incident is not None:
-            self._tell(verdict)
-        if self._inner_count == self._max_counts:
+            self._tell(verdict.incident)
+        if verdict.stop is not None or (
+                self._inner_count == self._max_counts):
             self._close()
+        if verdict.stop is not None:
+            raise NonFiniteError(self._stop_message(verdict.stop),
+                                 verdict.incident)
 
     def _found_inf(self) -> bool:
         """Result of the check of the gradients; the one read of a step.
@@ -312,21 +313,15 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
     def _judge_unarmed(self, found_inf: bool) -> Verdict:
         """Without a model there is no evidence; scale and skip still work."""
         self._scale.update(losses_finite=True, grads_finite=not found_inf)
-        self._stop.update(skipped=found_inf)
-        return Verdict()
+        return Verdict(stop=self._stop.update(skipped=found_inf))
 
-    def _tell(self, verdict: Verdict) -> None:
-        incident = verdict.incident
-        if incident is None or self._log is None:
-            return
+    def _tell(self, incident: Incident) -> None:
         self._summary.add(incident)
-        self._log.write(incident)
+        if self._log is not None:
+            self._log.write(incident)
         _warn(incident.summary())
         self._draw('incidents', self._stop.total)
         self._draw('skipped', self._stop.total)
-        if verdict.stop is not None:
-            self._close()
-            raise NonFiniteError(self._stop_message(verdict.stop), incident)
 
     def _draw(self, name: str, value: float) -> None:
         """One scalar to the visualizer's backends, where there is one."""

@@ -64,14 +64,12 @@ class Parts:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = list(_part_names(model, ''))
-        self.parameters: List[Tuple[str, nn.Parameter]] = [
-            (name, parameter) for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-        self._owners = {
-            id(parameter): self.owner_of_name(name)
-            for name, parameter in model.named_parameters()
-        }
+        self._weights: List[Tuple[str, nn.Parameter]] = list(
+            model.named_parameters())
+        self.parameters = [(name, parameter) for name, parameter
+                           in self._weights if parameter.requires_grad]
+        self._owners = {id(parameter): self.owner_of_name(name)
+                        for name, parameter in self._weights}
         self._loss_owners: Dict[str, str] = {}
 
     def owner_of_name(self, name: str) -> str:
@@ -141,9 +139,12 @@ class Parts:
         return heads
 
     def bad_weights(self) -> List[str]:
-        """Names of trainable parameters that are not finite; one read."""
-        return [self.parameters[i][0] for i in bad_tensors(
-            [parameter for _, parameter in self.parameters])]
+        """Names of parameters, frozen ones too, that are not finite.
+
+        One read from the device.
+        """
+        return [self._weights[i][0] for i in bad_tensors(
+            [parameter for _, parameter in self._weights])]
 
 
 def _read(scalars: Mapping[str, Any]) -> Dict[str, float]:

@@ -195,6 +195,15 @@ def test_stopping_saves_the_weights_first(toy, tmp_path, said):
     assert 'rpn_head' in lines[-1] and '┃' in lines[-1]
 
 
+def test_without_a_model_steps_are_skipped_and_stop_all_the_same(toy):
+    wrapper = wrap(toy, nanfix=dict(max_consecutive=2))
+    before = weights(toy)
+    wrapper.update_params(toy.rpn_head.out.bias.sum() * math.nan)
+    with pytest.raises(mmdet_nanfix.NonFiniteError, match='2 optimizer'):
+        wrapper.update_params(toy.rpn_head.out.bias.sum() * math.nan)
+    assert same(before, weights(toy))
+
+
 def test_checkpoints_load_both_ways(toy):
     ours = wrap(toy)
     train(toy, ours, toy_batch(box=1e37), toy_batch())

@@ -95,5 +95,6 @@ def test_level_lists_are_summed_as_the_host_logs_them():
 def test_bad_weights():
     model = Cascade()
     assert Parts(model).bad_weights() == []
+    model.rpn_head.requires_grad_(False)
     model.rpn_head.bias.data.fill_(math.inf)
     assert Parts(model).bad_weights() == ['rpn_head.bias']

@@ -77,6 +77,7 @@ def check_disk(folder: str, gigabytes: float) -> None:
 
 def explain_failure(what: str, output: str) -> NoReturn:
     """Turn the end of a log into one line."""
+    what = what.partition(' (')[0]
     text = output.lower()
     if 'no space left on device' in text:
         give_up(f'the disk is full ({what}); free some space and run the '
