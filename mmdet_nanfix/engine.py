@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import emulation
 from .finite import bad_tensors
 from .policy import LossScale, LossScaleSettings, StopRule
-from .records import IncidentLog, NonFiniteError, log_name
+from .records import Incident, IncidentLog, NonFiniteError, log_name
 from .report import Summary
 from .step import GuardedStep, Verdict
 
