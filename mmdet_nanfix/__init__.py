@@ -16,6 +16,7 @@ tensors               torch
 ``heads``             which part owns a loss, a parameter, a gradient
 ``finite``            finite checks, the anchor
 ``emulation``         half precision on a CPU with CUDA's numerics
+``half_ops``          its lists of operations, as kernels
 plain                 standard library (and rich, for tables)
 ``report``            the log as a table; ``python -m``
 ``records``           incidents and their log

@@ -171,7 +171,6 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         self._guard: Optional[GuardedStep] = None
         self._log: Optional[IncidentLog] = None
         self._summary = Summary()
-        self._holding = contextlib.ExitStack()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int,
                                 max_counts: int) -> None:
@@ -238,15 +237,8 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         if self.cast_dtype not in _HALVES:
             yield
         elif self._device == 'cpu':
-            # Until the backward is done: a checkpointed forward runs there.
-            self._holding.close()
-            self._holding.enter_context(emulation.installed())
-            try:
-                with emulation.cuda_autocast(self.cast_dtype):
-                    yield
-            except BaseException:
-                self._holding.close()
-                raise
+            with emulation.cuda_autocast(self.cast_dtype):
+                yield
         else:
             with torch.autocast(self._device, self.cast_dtype):
                 yield
@@ -256,10 +248,7 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         if self._stock or self._guard is None:
             super().backward(loss, **kwargs)
             return
-        try:
-            super().backward(self._guard.attach(loss), **kwargs)
-        finally:
-            self._holding.close()
+        super().backward(self._guard.attach(loss), **kwargs)
 
     def step(self, **kwargs: Any) -> None:
         """Step, or skip and record; then update the loss scale.

@@ -20,7 +20,7 @@ LAYERS = {
 }
 MODULES = {
     'plain': ['policy', 'records', 'report'],
-    'tensors': ['emulation', 'finite', 'heads', 'step'],
+    'tensors': ['emulation', 'finite', 'half_ops', 'heads', 'step'],
     'hosts': ['engine', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
