@@ -10,7 +10,7 @@ Layers; imports go down only:
 ====================  ===================================================
 hosts                 one host each
 ``engine``            MMEngine and mmdet 3.x: the optimizer wrapper
-``mmcv_ops``          mmcv's compiled operations with half inputs
+``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
 ``heads``             which part owns a loss, a parameter, a gradient
@@ -54,8 +54,9 @@ def _load_host() -> None:
         return
     if importlib.util.find_spec('mmcv') is not None:
         from . import mmcv_ops
-        mmcv_ops.accept_half()
+        mmcv_ops.emulate_ops()
     if importlib.util.find_spec('mmdet') is not None:
+        mmcv_ops.emulate_losses()
         engine.shadow_amp_optim_wrapper()
 
 
