@@ -48,6 +48,9 @@ def _half_rois(rois: Tensor, size: Tuple[int, int], spatial_scale: float,
     Args:
         rois: ``(n, 5)``, half: batch index, x1, y1, x2, y2.
         size: Bins ``(height, width)``.
+        spatial_scale: Feature pixels a pixel of the image.
+        sampling_ratio: Samples a side of a bin; 0 adapts to the RoI.
+        aligned: Whether RoIs are shifted by half a pixel.
 
     Returns:
         RoIs ``(n, 5)`` in fp32 and ``(n, 1, 1, 1)`` samples a bin.

@@ -1,0 +1,169 @@
+"""Detectors of many families, tiny, in emulated half precision.
+
+``python bench/families.py`` trains each for three steps and prints the dtypes
+at the input of each head and of each loss, as in ``bench/families.md``.
+"""
+import argparse
+import os
+from typing import Any, Dict, Iterator, List, Set, Tuple
+
+import mmdet
+import torch
+from mmdet.registry import MODELS
+from mmdet.testing import demo_mm_inputs
+from mmdet.utils import register_all_modules
+from mmengine.config import Config
+from mmengine.logging import MessageHub, MMLogger
+from mmengine.optim import build_optim_wrapper
+from torch import Tensor, nn
+
+import mmdet_nanfix  # noqa: F401  registers
+
+__all__ = ['FAMILIES', 'build', 'train']
+
+# By name: kind, and the config below MMDetection's own ``configs/``.
+FAMILIES = {
+    'faster_rcnn': ('two-stage', 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco'),
+    'cascade_rcnn': ('cascade', 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco'),
+    'mask_rcnn': ('mask', 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco'),
+    'retinanet': ('one-stage', 'retinanet/retinanet_r50_fpn_1x_coco'),
+    'atss': ('one-stage', 'atss/atss_r50_fpn_1x_coco'),
+    'gfl': ('one-stage', 'gfl/gfl_r50_fpn_1x_coco'),
+    'fcos': ('anchor-free', 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco'),
+    'centernet': ('anchor-free', 'centernet/centernet_r18_8xb16-crop512-'
+                  '140e_coco'),
+    'yolox': ('YOLO', 'yolox/yolox_tiny_8xb8-300e_coco'),
+    'yolov3': ('YOLO', 'yolo/yolov3_mobilenetv2_8xb24-ms-416-300e_coco'),
+    'rtmdet': ('one-stage', 'rtmdet/rtmdet_tiny_8xb32-300e_coco'),
+    'detr': ('DETR', 'detr/detr_r50_8xb2-150e_coco'),
+    'deformable_detr': ('DETR', 'deformable_detr/deformable-detr_r50_16xb2-'
+                        '50e_coco'),
+}
+_NARROW = {256: 64, 512: 128, 1024: 256, 2048: 512}
+
+
+def _shrink(model: Any) -> None:
+    """A ResNet of 18 layers, from scratch, BatchNorm trained."""
+    backbone = model.backbone
+    backbone.init_cfg = None
+    if backbone.type == 'ResNet' and backbone.depth == 50:
+        backbone.update(depth=18, frozen_stages=-1, norm_eval=False,
+                        style='pytorch')
+        backbone.norm_cfg = dict(type='BN', requires_grad=True)
+        model.neck.in_channels = [
+            _NARROW[width] for width in model.neck.in_channels]
+    if model.get('data_preprocessor', {}).get('batch_augments'):
+        model.data_preprocessor.batch_augments = None
+
+
+def build(name: str) -> nn.Module:
+    """One of :data:`FAMILIES`, initialised from a fixed seed."""
+    register_all_modules()
+    MessageHub.get_current_instance().update_info('iter', 0)
+    folder = os.path.join(os.path.dirname(mmdet.__file__), '.mim', 'configs')
+    cfg = Config.fromfile(os.path.join(folder, f'{FAMILIES[name][1]}.py'))
+    _shrink(cfg.model)
+    torch.manual_seed(0)
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    return model.train()
+
+
+def batch_for(model: nn.Module, size: int = 128) -> Dict[str, Any]:
+    """Two images with boxes and masks, the same each time."""
+    return demo_mm_inputs(2, (3, size, size), num_items=[3, 4],
+                          num_classes=80, with_mask=hasattr(
+                              getattr(model, 'roi_head', None), 'mask_head'))
+
+
+def _dtypes(value: Any) -> Iterator[str]:
+    """Dtypes of the floating tensors in nested containers."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield str(value.dtype)[len('torch.'):]
+    elif isinstance(value, dict):
+        yield from _dtypes(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _dtypes(item)
+
+
+def _watched(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
+    """Heads, stages of heads, and losses."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent, _, last = name.rpartition('.')
+        stage = parent.endswith('_head') and isinstance(
+            modules[parent], nn.ModuleList)
+        if last.endswith('_head') or last.startswith('loss_') or stage:
+            yield name, module
+
+
+Seen = Dict[str, Tuple[Set[str], Set[str]]]
+
+
+def train(model: nn.Module,
+          steps: int = 3) -> Tuple[List[Dict[str, float]], Seen]:
+    """Train in guarded emulated half.
+
+    Returns:
+        The losses of each step, and by module the dtypes of its first input
+        (features, predictions) and of the others (targets, weights).
+    """
+    seen: Seen = {}
+    handles = []
+    for name, module in _watched(model):
+
+        def look(module: nn.Module, args: Any, kwargs: Any,
+                 name: str = name) -> None:
+            first, others = seen.setdefault(name, (set(), set()))
+            values = [*args, *kwargs.values()]
+            first.update(_dtypes(values[:1]))
+            others.update(_dtypes(values[1:]))
+
+        handles.append(module.register_forward_pre_hook(
+            look, with_kwargs=True))
+    wrapper = build_optim_wrapper(model, dict(
+        type='NanSafeAmpOptimWrapper', loss_scale=64.,
+        optimizer=dict(type='SGD', lr=1e-4)))
+    losses = []
+    batch = batch_for(model)
+    try:
+        for _ in range(steps):
+            logged = model.train_step(batch, wrapper)
+            losses.append({key: float(value.detach())
+                           for key, value in logged.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return losses, seen
+
+
+def table(name: str, seen: Seen) -> Iterator[str]:
+    """Markdown rows of one family."""
+    for module, (first, others) in seen.items():
+        if first or others:
+            yield (f'| {name} | {FAMILIES[name][0]} | `{module}` | '
+                   f'{", ".join(sorted(first))} | '
+                   f'{", ".join(sorted(others))} |')
+
+
+def main() -> None:
+    """Train them all and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('names', nargs='*', metavar='NAME',
+                        help=f'any of {", ".join(FAMILIES)}')
+    names = parser.parse_args().names or list(FAMILIES)
+    # Weight initialisation is told line by line.
+    MMLogger.get_current_instance().setLevel('ERROR')
+    for name in names:
+        if name not in FAMILIES:
+            parser.error(f'{name!r} is not one of {", ".join(FAMILIES)}')
+    print('| family | kind | module | first input | other inputs |')
+    print('|---|---|---|---|---|')
+    for name in names:
+        print('\n'.join(table(name, train(build(name))[1])), flush=True)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,84 @@
+"""The comparisons in ``bench/``, as far as a CPU can run them."""
+import math
+import os
+import subprocess
+import sys
+
+import families
+import gpu_agreement
+import pytest
+import torch
+from conftest import ROOT
+
+
+@pytest.fixture(scope='module')
+def listed():
+    """Rows of the table that is in the repository."""
+    with open(os.path.join(ROOT, 'bench', 'families.md')) as file:
+        return {line.strip() for line in file if line.startswith('| ')}
+
+
+@pytest.mark.parametrize('name', families.FAMILIES)
+def test_families_train_in_emulated_half(name, listed):
+    losses, seen = families.train(families.build(name))
+    assert len(losses) == 3
+    assert all(math.isfinite(value) for step in losses
+               for key, value in step.items() if 'loss' in key)
+    # The weights moved: the loss of the same batch did too.
+    assert losses[0]['loss'] != losses[2]['loss']
+    rows = set(families.table(name, seen))
+    assert rows and rows <= listed
+
+
+def test_the_emulation_agrees_with_itself():
+    found = list(gpu_agreement.compare_operations('cpu'))
+    assert len(found) > 100
+    assert [name for name, difference in found if difference] == []
+
+
+@pytest.mark.parametrize('theirs, found', [
+    (torch.ones(3), 'dtype'),
+    (torch.tensor([1., 2., math.inf]).half(), '1 of 3 non-finite'),
+    (torch.tensor([1., 2., 3.1]).half(), 'off by'),
+    (torch.tensor([1., 2., 3.]).half(), ''),
+])
+def test_a_disagreement_is_seen(theirs, found):
+    ours = torch.tensor([1., 2., 3.]).half()
+    said = gpu_agreement.difference(ours, theirs, 1e-3)
+    assert found in said and bool(said) == bool(found)
+
+
+def test_an_operation_that_only_one_side_refuses_is_seen(monkeypatch):
+
+    def call(x):
+        if not torch.is_autocast_enabled('cpu'):
+            raise RuntimeError('not here')
+        return x
+
+    monkeypatch.setattr(gpu_agreement, 'listed_operations',
+                        lambda: [('one', call, (torch.ones(2), ))])
+    monkeypatch.setattr(gpu_agreement, 'mmcv_operations', list)
+    import contextlib
+    monkeypatch.setattr(gpu_agreement, 'region', lambda device: (
+        contextlib.nullcontext() if device == 'meta' else
+        gpu_agreement.cuda_autocast()))
+    ((name, said), ) = gpu_agreement.compare_operations('meta')
+    assert name == 'one' and 'not here' in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='needs no GPU')
+def test_without_a_gpu_it_says_so_and_passes():
+    done = subprocess.run([sys.executable, 'bench/gpu_agreement.py'],
+                          cwd=ROOT, text=True, capture_output=True,
+                          timeout=120)
+    assert done.returncode == 0
+    assert 'no CUDA device' in done.stdout.splitlines()[-1]
+
+
+def test_losses_and_gradients_of_a_detector():
+    model = families.build('retinanet')
+    first, again = (dict(gpu_agreement.losses_and_gradients(model, 'cpu'))
+                    for _ in range(2))
+    assert {'loss loss_cls', 'gradient of bbox_head',
+            'gradient of backbone'} <= set(first)
+    assert all(torch.equal(first[key], again[key]) for key in first)
