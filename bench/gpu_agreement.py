@@ -66,7 +66,7 @@ def listed_operations() -> Iterator[Case]:
 
 
 def mmcv_operations() -> Iterator[Case]:
-    """mmcv's operations with half inputs."""
+    """Operations of mmcv with half inputs."""
     torch.manual_seed(0)
     rois = torch.tensor([[0., 3, 3, 60, 50], [0., 10, 5, 20, 44]]).half()
     features = torch.randn(1, 4, 32, 32).half()
@@ -113,7 +113,7 @@ def difference(ours: Tensor, theirs: Tensor, bound: float) -> str:
 def compare_operations(device: str) -> Iterator[Tuple[str, str]]:
     """Name of each operation, and what differs on a device."""
     for name, call, args in (*listed_operations(), *mmcv_operations()):
-        results = []
+        results: List[Any] = []
         for place in ('cpu', device):
             torch.manual_seed(0)
             try:

@@ -50,14 +50,23 @@ def _load_host() -> None:
         return
     from . import engine
 
-    if os.environ.get('MMDET_NANFIX', '').lower() == 'off':
-        return
-    if importlib.util.find_spec('mmcv') is not None:
+    on = os.environ.get('MMDET_NANFIX', '').lower() != 'off'
+    has_mmdet = importlib.util.find_spec('mmdet') is not None
+    if has_mmdet:
+        engine.shadow_stock_names(guarded=on)
+    # mmcv-lite is mmcv without compiled operations.
+    if on and _has('mmcv._ext'):
         from . import mmcv_ops
         mmcv_ops.emulate_ops()
-    if importlib.util.find_spec('mmdet') is not None:
-        mmcv_ops.emulate_losses()
-        engine.shadow_amp_optim_wrapper()
+        if has_mmdet:
+            mmcv_ops.emulate_losses()
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 if not _is_own_command():

@@ -87,14 +87,20 @@ class _Installation:
         return self._count > 0
 
     def _register(self) -> None:
-        self._kernels = self._kernels or half_kernels(self._cache)
+        if self._kernels:
+            self._fill()
+            return
+        self._kernels = half_kernels(self._cache)
+        # torch warns, once a process, that its own CPU list is overridden,
+        # which is what we are here for.
         with warnings.catch_warnings():
-            # torch warns that its own CPU list is overridden, which is
-            # what we are here for.
             warnings.simplefilter('ignore')
-            self._library = torch.library.Library('aten', 'IMPL')
-            for name, kernel in self._kernels.items():
-                self._library.impl(name, kernel, 'AutocastCPU')
+            self._fill()
+
+    def _fill(self) -> None:
+        self._library = torch.library.Library('aten', 'IMPL')
+        for name, kernel in self._kernels.items():
+            self._library.impl(name, kernel, 'AutocastCPU')
 
     def _replace(self, place: Any, name: str,
                  make: Callable[[Any], Any]) -> None:

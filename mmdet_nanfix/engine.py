@@ -6,10 +6,11 @@ protocol and :class:`~mmdet_nanfix.step.GuardedStep`.
 import contextlib
 import logging
 import os
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union
+from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from mmengine import dist
+from mmengine.hooks import RuntimeInfoHook
 from mmengine.logging import MMLogger, print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -25,7 +26,10 @@ from .records import Incident, IncidentLog, NonFiniteError, log_name
 from .report import Summary
 from .step import GuardedStep, Verdict
 
-__all__ = ['NanSafeAmpOptimWrapper', 'shadow_amp_optim_wrapper']
+__all__ = [
+    'NanSafeAmpOptimWrapper', 'NanfixRuntimeInfoHook', 'StockAmpOptimWrapper',
+    'shadow_stock_names'
+]
 
 _STOP_SETTINGS = ('max_consecutive', )
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
@@ -101,11 +105,11 @@ def _scaler(device: str, use_fsdp: bool, scale: float) -> Any:
         )
         elsewhere = {} if device == 'cuda' else {'device': device}
         return ShardedGradScaler(init_scale=scale, **elsewhere)
+    if device == 'cpu' and not hasattr(torch, 'get_autocast_dtype'):
+        raise RuntimeError('Half precision on a CPU needs torch 2.4 or newer,'
+                           f' but this is torch {torch.__version__}')
     if hasattr(torch.amp, 'GradScaler'):
         return torch.amp.GradScaler(device, init_scale=scale)
-    if device == 'cpu':
-        raise RuntimeError('Half precision on a CPU needs torch 2.3 or newer,'
-                           f' but this is torch {torch.__version__}')
     return torch.cuda.amp.GradScaler(init_scale=scale)
 
 
@@ -159,6 +163,7 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         self._stop = StopRule(**stop)
         self._device = _device_of(kwargs.get('optimizer'))
         self._stock = self._device not in ('cuda', 'cpu')
+        self._guard: Optional[GuardedStep] = None
         if self._stock:
             super().__init__(loss_scale=loss_scale, dtype=dtype,
                              use_fsdp=use_fsdp, **kwargs)
@@ -168,14 +173,16 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         self._scale = LossScale(settings)
         self._scale_update_param = None
         self.loss_scaler = _scaler(self._device, use_fsdp, self._scale.scale)
-        self._guard: Optional[GuardedStep] = None
         self._log: Optional[IncidentLog] = None
         self._summary = Summary()
+        self._drawing = True
+        self._closed = False
 
     def initialize_count_status(self, model: nn.Module, init_counts: int,
                                 max_counts: int) -> None:
         """Arm the guard; the runner calls this right before training."""
         super().initialize_count_status(model, init_counts, max_counts)
+        self._guard = None
         if self._stock:
             _warn(f'devices of type {self._device!r} are not guarded: the '
                   'optimizer wrapper behaves as the stock class')
@@ -183,9 +190,9 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         self._arm(model)
 
     def _arm(self, model: nn.Module) -> GuardedStep:
-        model = model.module if is_model_wrapper(model) else model
-        if self._guard is not None and self._guard.model is model:
+        if self._guard is not None:
             return self._guard
+        model = model.module if is_model_wrapper(model) else model
         rank = dist.get_rank()
         self._guard = GuardedStep(model, self.optimizer, self._scale,
                                   self._stop, self._clock, rank, _any_rank)
@@ -195,8 +202,13 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         self._log = IncidentLog(path, _warn)
         if self._scale.note:
             _say(self._scale.note)
-        _say(self._settings_line(path))
+        _say(self._settings_line(self._log_path()))
         return self._guard
+
+    def _log_path(self) -> Optional[str]:
+        """The log file, where there is one that can be written."""
+        log = self._log
+        return log.path if log is not None and log.writable else None
 
     def _clock(self) -> Tuple[Optional[int], int]:
         """Epoch and global iteration, both from 1."""
@@ -228,7 +240,8 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
                 yield
             return
         guard = self._arm(model)
-        with OptimWrapper.optim_context(self, model), guard.watch(), (
+        bare = model.module if is_model_wrapper(model) else model
+        with OptimWrapper.optim_context(self, model), guard.watch(bare), (
                 self._autocast()):
             yield
 
@@ -259,7 +272,6 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         if self._stock:
             super().step(**kwargs)
             return
-        self.loss_scaler.unscale_(self.optimizer)
         found_inf = self._found_inf()
         if not found_inf:
             if self.clip_grad_kwargs:
@@ -275,7 +287,7 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
             self._tell(verdict.incident)
         if verdict.stop is not None or (
                 self._inner_count == self._max_counts):
-            self._close()
+            self.close()
         if verdict.stop is not None:
             raise NonFiniteError(self._stop_message(verdict.stop),
                                  verdict.incident)
@@ -286,14 +298,23 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         ``GradScaler.step`` makes the same read. It is made here, because
         clipping spreads one NaN over all gradients and must wait for it.
         """
-        state = self.loss_scaler._per_optimizer_states[id(self.optimizer)]
+        scaler = self.loss_scaler
+        if self._fused and not self.clip_grad_kwargs:
+            # A fused optimizer unscales by itself, half weights too.
+            scaler._check_inf_per_device(self.optimizer)
+        else:
+            scaler.unscale_(self.optimizer)
+        state = scaler._per_optimizer_states[id(self.optimizer)]
         found = state['found_inf_per_device'].values()
         return bool(sum(flag.item() for flag in found))
 
+    @property
+    def _fused(self) -> bool:
+        return getattr(self.optimizer, '_step_supports_amp_scaling', False)
+
     def _apply(self, **kwargs: Any) -> None:
-        if getattr(self.optimizer, '_step_supports_amp_scaling', False):
-            # A fused optimizer is told by the scaler that gradients are
-            # unscaled already.
+        if self._fused:
+            # The scaler tells it whether gradients are unscaled already.
             self.loss_scaler.step(self.optimizer, **kwargs)
         else:
             # The scaler's own step would read the flag a second time.
@@ -314,14 +335,23 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
 
     def _draw(self, name: str, value: float) -> None:
         """One scalar to the visualizer's backends, where there is one."""
-        if Visualizer._instance_dict and dist.is_main_process():
+        if not (self._drawing and Visualizer._instance_dict
+                and dist.is_main_process()):
+            return
+        try:
             Visualizer.get_current_instance().add_scalar(
                 f'nanfix/{name}', value, step=self._clock()[1])
+        except Exception as error:
+            # Any backend, any failure: a full disk, a lost server.
+            self._drawing = False
+            _warn('the visualizer takes no scalars '
+                  f'({type(error).__name__}: {error}); training goes on')
 
-    def _close(self) -> None:
-        """The table at the end."""
-        if self._summary.rows and self._log is not None:
-            path = self._log.path
+    def close(self) -> None:
+        """Print the table at the end, once."""
+        if not self._stock and not self._closed and self._summary.rows:
+            self._closed = True
+            path = self._log_path()
             where = f'details: python -m mmdet_nanfix.report ' \
                 f'{os.path.dirname(os.path.dirname(path))}' if path else (
                     'no log was kept')
@@ -330,7 +360,7 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
                  f'{where}\n{self._summary.text()}')
 
     def _stop_message(self, reason: str) -> str:
-        path = self._log.path if self._log is not None else None
+        path = self._log_path()
         return (f'Training was stopped: {reason}. {self._save_weights()} '
                 f'Which head went bad is in {path or "the lines above"}; '
                 'mend the cause, or train on with '
@@ -347,7 +377,9 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         if dist.is_main_process():
             try:
                 save_checkpoint({
-                    'meta': {'iter': self._clock()[1]},
+                    # As MMEngine counts: steps and epochs that are done.
+                    'meta': {'iter': self._clock()[1],
+                             'epoch': (self._clock()[0] or 1) - 1},
                     'state_dict': weights_to_cpu(model.state_dict()),
                     'optimizer': self.state_dict(),
                 }, path)
@@ -358,7 +390,8 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
             [buffer for _, buffer in model.named_buffers()])]
         note = f' ({len(bad)} buffers in it are not finite: {bad[0]}, ...)' \
             if bad else ''
-        return f'The weights, untouched by them, are in {path}{note}.'
+        return ('The weights, untouched by them, are in '
+                f'{path}{note}, for load_from.')
 
     def state_dict(self) -> Dict[str, Any]:
         """The optimizer's state and, as plain numbers, the loss scale's."""
@@ -383,17 +416,51 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         super().load_state_dict(state_dict)
 
 
-def shadow_amp_optim_wrapper() -> List[Type[Any]]:
-    """Make mmdet's scope resolve ``AmpOptimWrapper`` to the class above.
+class NanfixRuntimeInfoHook(RuntimeInfoHook):
+    """MMEngine's hook, which every runner has, with the table at the end.
+
+    A run that another hook stops early does not reach its last iteration,
+    which is where the wrapper itself prints the table.
+    """
+
+    def after_train(self, runner: Any) -> None:
+        """Let the wrapper print what it has not printed yet."""
+        super().after_train(runner)
+        if isinstance(runner.optim_wrapper, NanSafeAmpOptimWrapper):
+            runner.optim_wrapper.close()
+
+
+class StockAmpOptimWrapper(AmpOptimWrapper):
+    """MMEngine's class, but for the argument ``nanfix``, which it drops.
+
+    It stands for ``AmpOptimWrapper`` when the plugin is off, so that a
+    config with settings still builds.
+    """
+
+    def __init__(self, *args: Any, nanfix: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def shadow_stock_names(guarded: bool = True) -> None:
+    """Make mmdet's scope resolve two of MMEngine's names to ours.
+
+    ``AmpOptimWrapper`` and ``RuntimeInfoHook``.
 
     Only in mmdet's own registry: MMEngine's, and so every other scope,
     keeps the stock class.
 
+    Args:
+        guarded: False keeps the stock behaviour.
+
     Raises:
         ImportError: mmdet is not installed.
     """
+    from mmdet.registry import HOOKS as MMDET_HOOKS
     from mmdet.registry import OPTIM_WRAPPERS as MMDET_OPTIM_WRAPPERS
 
     MMDET_OPTIM_WRAPPERS.register_module(
-        name='AmpOptimWrapper', module=NanSafeAmpOptimWrapper, force=True)
-    return [NanSafeAmpOptimWrapper]
+        name='AmpOptimWrapper', force=True,
+        module=NanSafeAmpOptimWrapper if guarded else StockAmpOptimWrapper)
+    if guarded:
+        MMDET_HOOKS.register_module(
+            name='RuntimeInfoHook', force=True, module=NanfixRuntimeInfoHook)

@@ -5,7 +5,7 @@ check of the gradients, which an AMP step makes anyway, answers for both. The
 other functions read from the device and are meant for after a failure.
 """
 import math
-from typing import Iterable, List, Optional, Sequence, Set
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -43,29 +43,38 @@ class Anchor:
     device sync.
 
     Args:
-        parameters: Candidates in the order of the model, those of the
-            optimizer.
+        candidates: Returns the parameters that can carry it, in the order of
+            the model.
+
+    Attributes:
+        parameter: The one that carries it now.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._candidates = list(parameters)
+    def __init__(self,
+                 candidates: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._candidates = candidates
+        self._chosen: Dict[Any, Optional[nn.Parameter]] = {}
         self.parameter: Optional[nn.Parameter] = None
 
-    def attach(self, loss: Tensor) -> Tensor:
+    def attach(self, loss: Tensor, keys: Hashable = None) -> Tensor:
         """Return the loss with the anchor term.
 
         Args:
             loss: Scalar; returned as it is where no parameter can carry it.
+            keys: What tells one graph from another, such as the names of
+                its losses: each gets an anchor that it reaches.
         """
         if not loss.requires_grad:
             return loss
-        if self.parameter is None or not self.parameter.requires_grad:
-            self.parameter = self._choose(loss)
-            if self.parameter is None:
-                return loss
+        parameter = self._chosen.get(keys)
+        if parameter is None or not parameter.requires_grad:
+            parameter = self._chosen[keys] = self._choose(loss)
+        self.parameter = parameter
+        if parameter is None:
+            return loss
         flag = loss.detach()
         flag = flag - flag
-        element = self.parameter[(0, ) * self.parameter.dim()]
+        element = parameter[(0, ) * parameter.dim()]
         return loss + element.to(loss.dtype) * flag
 
     def _choose(self, loss: Tensor) -> Optional[nn.Parameter]:
@@ -78,7 +87,7 @@ class Anchor:
         """
         reached = reached_parameters(loss)
         usable = [
-            parameter for parameter in self._candidates
+            parameter for parameter in self._candidates()
             if id(parameter) in reached and parameter.requires_grad
             and parameter.numel() and parameter.is_floating_point()
             and parameter.layout == torch.strided

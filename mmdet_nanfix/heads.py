@@ -5,7 +5,7 @@ The parts are read off the module tree (``backbone``, ``neck``, ``rpn_head``,
 autograd graph. There is no table of loss names.
 """
 from collections import deque
-from typing import Any, Deque, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Deque, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,14 @@ class Parts:
 
     Args:
         model: Any module; no attribute is set on it.
+        earlier: An earlier look, whose loss owners are kept.
 
     Attributes:
         parameters: ``(name, parameter)`` of everything trainable.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module,
+                 earlier: Optional['Parts'] = None) -> None:
         self._names = list(_part_names(model, ''))
         self._weights: List[Tuple[str, nn.Parameter]] = list(
             model.named_parameters())
@@ -70,7 +72,8 @@ class Parts:
                            in self._weights if parameter.requires_grad]
         self._owners = {id(parameter): self.owner_of_name(name)
                         for name, parameter in self._weights}
-        self._loss_owners: Dict[str, str] = {}
+        self._loss_owners: Dict[str, str] = (
+            earlier._loss_owners if earlier else {})
 
     def owner_of_name(self, name: str) -> str:
         """The innermost part that holds a parameter or buffer."""

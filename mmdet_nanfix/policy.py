@@ -7,6 +7,7 @@ so every rule can be tested as a table.
 import dataclasses
 import math
 from collections import deque
+from numbers import Integral, Real
 from typing import Any, Deque, Dict, Mapping, Optional, Tuple
 
 __all__ = ['HIGH_START', 'LossScale', 'LossScaleSettings', 'StopRule']
@@ -61,7 +62,7 @@ class LossScaleSettings:
         """
         if isinstance(loss_scale, str) and loss_scale == 'dynamic':
             given: Dict[str, Any] = {}
-        elif isinstance(loss_scale, (int, float)) and not isinstance(
+        elif isinstance(loss_scale, Real) and not isinstance(
                 loss_scale, bool):
             given = {'init_scale': loss_scale}
         elif isinstance(loss_scale, Mapping):
@@ -92,35 +93,40 @@ class LossScaleSettings:
         for name in ('init_scale', 'growth_factor', 'backoff_factor',
                      'min_scale', 'max_scale'):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f'Expected argument `{name}` to be a number, '
                                 f'but got {value!r}')
-            setattr(self, name, float(value))
+            try:
+                setattr(self, name, float(value))
+            except OverflowError:
+                setattr(self, name, math.inf)
         for name in ('growth_interval', 'hysteresis'):
             value = getattr(self, name)
             if value is None and name == 'growth_interval':
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(f'Expected argument `{name}` to be an int, '
                                 f'but got {value!r}')
+            setattr(self, name, int(value))
         for name in ('allow_high_start', 'enabled'):
-            if not isinstance(getattr(self, name), bool):
+            if getattr(self, name) not in (False, True):
                 raise TypeError(f'Expected argument `{name}` to be a bool, '
                                 f'but got {getattr(self, name)!r}')
 
     def _check_ranges(self) -> None:
         ok = {
-            'init_scale': (0 < self.init_scale < math.inf,
-                           'a finite number above 0'),
+            # The scale is kept in fp32, and so is its reciprocal.
+            'init_scale': (2.**-100 <= self.init_scale <= 2.**100,
+                           'a number from 2**-100 to 2**100'),
             'growth_factor': (1 < self.growth_factor < math.inf,
                               'a finite number above 1'),
             'backoff_factor': (0 < self.backoff_factor < 1,
                                'a number between 0 and 1'),
-            'min_scale': (0 < self.min_scale < math.inf,
-                          'a finite number above 0'),
-            'max_scale': (self.min_scale <= self.max_scale < math.inf,
-                          'a finite number, at least `min_scale` '
-                          f'({self.min_scale:g})'),
+            'min_scale': (2.**-100 <= self.min_scale <= 2.**100,
+                          'a number from 2**-100 to 2**100'),
+            'max_scale': (self.min_scale <= self.max_scale <= 2.**100,
+                          'a number from `min_scale` '
+                          f'({self.min_scale:g}) to 2**100'),
             'growth_interval': (self.growth_interval is None
                                 or self.growth_interval > 0,
                                 'an int above 0, or None'),

@@ -69,7 +69,7 @@ class HeadState:
         """In words: ``fine``, or what was bad."""
         if self.fine:
             return 'fine'
-        said = [f'{key} {self.losses[key]}' for key in self.bad_losses]
+        said = [f'{key} {self.losses.get(key)}' for key in self.bad_losses]
         if self.bad_grads:
             said.append(f'{len(self.bad_grads)} of {self.n_params} parameters'
                         ' with bad gradients')
@@ -192,6 +192,7 @@ def _spell(value: Any) -> Any:
 
 
 _KEYS = {field.name for field in dataclasses.fields(Incident)}
+_OBJECTS = ('where', 'heads', 'loss_scale', 'counts')
 
 
 def log_name(rank: int) -> str:
@@ -210,11 +211,15 @@ class IncidentLog:
         path: The file; its folder is made. None keeps no log.
         warn: Called once, with one sentence, when the file cannot be
             written.
+
+    Attributes:
+        writable: Whether the last write succeeded.
     """
 
     def __init__(self, path: Optional[str],
                  warn: Callable[[str], None]) -> None:
         self.path = path
+        self.writable = False
         self._warn: Optional[Callable[[str], None]] = warn
         if path is not None:
             self._append('')
@@ -235,11 +240,14 @@ class IncidentLog:
                 if file.write(data) != len(data):
                     raise OSError('the file system is full')
         except OSError as error:
+            self.writable = False
             if self._warn is not None:
                 self._warn(f'cannot write the incident log {path} ({error}); '
                            'training goes on, incidents appear on the console '
                            'only')
             self._warn = None
+        else:
+            self.writable = True
 
 
 def _torn(file: Any) -> bool:
@@ -266,9 +274,15 @@ def read_log(path: str) -> Iterator[Dict[str, Any]]:
     with open(path, 'rb') as file:
         for line in file:
             try:
-                incident = json.loads(line)
-            except ValueError:
+                incident = json.loads(line, parse_constant=_refuse)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(incident, dict) and incident.get(
-                    'schema') == SCHEMA and incident.keys() >= _KEYS:
+                    'schema') == SCHEMA and incident.keys() >= _KEYS and all(
+                        isinstance(incident[key], (dict, type(None)))
+                        for key in _OBJECTS):
                 yield incident
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f'{constant} is no strict JSON')

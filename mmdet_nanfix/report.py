@@ -45,10 +45,17 @@ def find_logs(work_dir: str) -> List[str]:
     """Incident logs below a directory, oldest run first.
 
     A run logs to ``<work_dir>/<timestamp>/nanfix``; its folder name sorts
-    by time.
+    by time. Links to folders are followed, each folder is read once.
     """
     found = []
-    for folder, subfolders, files in os.walk(work_dir):
+    seen = set()
+    for folder, subfolders, files in os.walk(os.path.abspath(work_dir),
+                                             followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
         subfolders.sort()
         if os.path.basename(folder) == 'nanfix':
             found += [os.path.join(folder, name) for name in sorted(files)
@@ -74,9 +81,15 @@ def _heads_text(heads: Dict[str, Dict[str, Any]], blamed: Any) -> Text:
     return text
 
 
+def _number(value: Any) -> str:
+    return f'{value:g}' if isinstance(value, (int, float)) else str(value)
+
+
 def _row(incident: Dict[str, Any]) -> List[Text]:
-    where, scale = incident['where'], incident['loss_scale']
-    before, after = scale['before'], scale['after']
+    where = incident['where'] or {}
+    scale = incident['loss_scale'] or {}
+    counts = incident['counts'] or {}
+    before, after = _number(scale.get('before')), _number(scale.get('after'))
     at = str(incident['iter'])
     if incident['epoch'] is not None:
         at += f'\nepoch {incident["epoch"]}'
@@ -85,12 +98,11 @@ def _row(incident: Dict[str, Any]) -> List[Text]:
     # Text, not str: rich reads markup in a str, and names are not ours.
     return [
         Text(at),
-        Text(str(where['phase'])),
-        _heads_text(incident['heads'], where['head']),
-        Text(f'{before:g}' if before == after
-             else f'{before:g} -> {after:g}'),
-        Text(f'{incident["action"]}\n{incident["counts"]["consecutive"]} in '
-             f'a row\n{incident["counts"]["total"]} in all'),
+        Text(str(where.get('phase'))),
+        _heads_text(incident['heads'] or {}, where.get('head')),
+        Text(before if before == after else f'{before} -> {after}'),
+        Text(f'{incident["action"]}\n{counts.get("consecutive")} in a row\n'
+             f'{counts.get("total")} in all'),
     ]
 
 
@@ -143,7 +155,8 @@ def _print_report(work_dir: str, logs: Sequence[str],
         total += len(incidents)
         if incidents:
             console.print(incident_table(
-                incidents, title=os.path.relpath(path, work_dir)))
+                incidents, title=os.path.relpath(
+                    path, os.path.abspath(work_dir))))
     if not logs:
         console.print(f'No incident log under {work_dir}: no protected run '
                       'has written there.', markup=False)
@@ -174,6 +187,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not os.path.isdir(args.work_dir):
         parser.error(f'{args.work_dir} is not a directory; give the work '
                      'directory of a training run')
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names may hold what the terminal's encoding does not.
+        sys.stdout.reconfigure(errors='backslashreplace')
     try:
         logs = find_logs(args.work_dir)
         if args.json:
@@ -185,7 +201,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        parser.error(f'cannot read {error.filename}: {error.strerror}')
+        parser.error(f'{error.filename or "standard output"}: '
+                     f'{error.strerror}')
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        parser.error(f'a log under {args.work_dir} holds an incident that '
+                     f'cannot be shown ({error}); --json prints it as it is')
     return 1 if total else 0
 
 

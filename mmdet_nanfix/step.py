@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .finite import Anchor, bad_tensors, kind_of
-from .heads import Parts, loss_terms
+from .heads import UNKNOWN, Parts, loss_terms
 from .policy import LossScale, StopRule
 from .records import Counts, HeadState, Incident, LossScaleChange, Where
 
@@ -78,24 +78,30 @@ class GuardedStep:
         self._rank = rank
         self._agree = agree
         self._parts = Parts(model)
-        self._optimized = {id(parameter)
-                           for group in optimizer.param_groups
-                           for parameter in group['params']}
-        self._anchor = Anchor(parameter
-                              for _, parameter in self._parts.parameters
-                              if id(parameter) in self._optimized)
+        self._optimizer = optimizer
+        self._anchor = Anchor(self._candidates)
         self._losses: Mapping[str, Any] = {}
         self._window: List[_MicroStep] = []
 
+    def _candidates(self) -> List[nn.Parameter]:
+        """What may carry the anchor now, in the order of the model."""
+        optimized = {id(parameter) for group in self._optimizer.param_groups
+                     for parameter in group['params']}
+        return [parameter for parameter in self.model.parameters()
+                if id(parameter) in optimized]
+
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self, module: Optional[nn.Module] = None) -> Iterator[None]:
         """Take in the losses that the model returns within this region.
 
-        The hook is on the model for the length of one forward, so that
+        The hook is on the module for the length of one forward, so that
         copies of the model never carry it.
+
+        Args:
+            module: What is called, if not the model itself.
         """
         self._losses = {}
-        handle = self.model.register_forward_hook(self._take)
+        handle = (module or self.model).register_forward_hook(self._take)
         try:
             yield
         finally:
@@ -114,9 +120,10 @@ class GuardedStep:
         if self._window:
             self._parts.note_owners(self._window[-1].terms)
             self._window[-1] = _detached(self._window[-1])
-        self._window.append(_MicroStep(loss, loss_terms(self._losses)))
+        terms = loss_terms(self._losses)
+        self._window.append(_MicroStep(loss, terms))
         self._losses = {}
-        return self._anchor.attach(loss)
+        return self._anchor.attach(loss, tuple(terms))
 
     def judge(self, found_inf: bool) -> Verdict:
         """Decide on an optimizer step and update scale and counters.
@@ -138,6 +145,8 @@ class GuardedStep:
         micro, loss_bad = _worst(window)
         losses_finite = not self._agree(loss_bad)
         after = self.scale.update(losses_finite, grads_finite=False)
+        # Layers may have been unfrozen or added since the last look.
+        self._parts = Parts(self.model, self._parts)
         # A loss that was bad on another rank only shows in the anchor here.
         flagged = loss_bad or not losses_finite
         heads = self._heads(micro, flagged)
@@ -172,10 +181,16 @@ class GuardedStep:
         if weights:
             return Where(phase='params', module=weights[0].rpartition('.')[0],
                          head=self._parts.owner_of_name(weights[0]))
-        for name, state in heads.items():
-            for key in state.bad_losses:
-                return Where(phase='loss', head=name,
-                             kind=kind_of(state.losses[key]))
+        with_losses = [state for state in heads.values() if state.losses]
+        bad = {name: state for name, state in heads.items()
+               if state.bad_losses}
+        if bad:
+            name, state = next(iter(bad.items()))
+            # Where all heads are bad, what they share is to blame.
+            shared = len(bad) == len(with_losses) > 1
+            return Where(phase='loss',
+                         head=None if shared or name == UNKNOWN else name,
+                         kind=kind_of(state.losses[state.bad_losses[0]]))
         if flagged:
             return Where(phase='loss')
         return Where(phase='backward', head=_first_backward(heads))

@@ -31,7 +31,7 @@ def net():
 def test_healthy_gradients_are_unchanged(net):
     x = torch.randn(5, 3)
     plain = gradients(net, net(x).mean())
-    anchor = Anchor(net.parameters())
+    anchor = Anchor(lambda: list(net.parameters()))
     loss = net(x).mean()
     attached = anchor.attach(loss)
     assert torch.equal(attached, loss)
@@ -41,7 +41,7 @@ def test_healthy_gradients_are_unchanged(net):
 
 @pytest.mark.parametrize('value', BAD)
 def test_a_bad_loss_marks_one_gradient_element(net, value):
-    anchor = Anchor(net.parameters())
+    anchor = Anchor(lambda: list(net.parameters()))
     # The gradient of a constant is finite, so only the anchor can tell.
     loss = net(torch.randn(5, 3)).mean() + value
     grads = gradients(net, anchor.attach(loss))
@@ -58,21 +58,21 @@ def test_a_bad_loss_marks_one_gradient_element(net, value):
 def test_the_anchor_is_used_trainable_and_of_this_optimizer(net):
     x = torch.randn(5, 3)
     net[1].bias.requires_grad_(False)
-    anchor = Anchor(net.parameters())
+    anchor = Anchor(lambda: list(net.parameters()))
     anchor.attach(net(x).mean())
     assert anchor.parameter is net[2].bias
     unused = nn.Parameter(torch.zeros(3))
-    anchor = Anchor([unused, net[0].weight])
+    anchor = Anchor(lambda: [unused, net[0].weight])
     anchor.attach(net(x).mean())
     assert anchor.parameter is net[0].weight
-    anchor = Anchor([unused])
+    anchor = Anchor(lambda: [unused])
     loss = net(x).mean()
     assert anchor.attach(loss) is loss and anchor.own_gradient_finite()
 
 
 def test_a_frozen_anchor_is_chosen_anew(net):
     x = torch.randn(5, 3)
-    anchor = Anchor(net.parameters())
+    anchor = Anchor(lambda: list(net.parameters()))
     anchor.attach(net(x).mean())
     net[1].bias.requires_grad_(False)
     anchor.attach(net(x).mean())
@@ -81,13 +81,13 @@ def test_a_frozen_anchor_is_chosen_anew(net):
 
 def test_a_loss_without_graph_is_left_alone(net):
     loss = torch.tensor(math.nan)
-    assert Anchor(net.parameters()).attach(loss) is loss
+    assert Anchor(lambda: list(net.parameters())).attach(loss) is loss
 
 
 def test_half_loss_and_sparse_gradients():
     table = nn.Embedding(4, 3, sparse=True)
     head = nn.Linear(3, 1)
-    anchor = Anchor([*table.parameters(), *head.parameters()])
+    anchor = Anchor(lambda: [*table.parameters(), *head.parameters()])
     loss = head(table(torch.tensor([1, 2]))).mean().half() + math.inf
     attached = anchor.attach(loss)
     assert attached.dtype == torch.float16
@@ -98,7 +98,7 @@ def test_half_loss_and_sparse_gradients():
 
 
 def test_attach_reads_nothing_from_the_device(net):
-    anchor = Anchor(net.parameters())
+    anchor = Anchor(lambda: list(net.parameters()))
     anchor.attach(net(torch.randn(5, 3)).mean())
     with torch.profiler.profile() as profile:
         anchor.attach(net(torch.randn(5, 3)).mean()).backward()

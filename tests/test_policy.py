@@ -100,7 +100,7 @@ def test_disabled_stays_at_one():
     (dict(min_scale=8., max_scale=4.), ValueError, 'max_scale'),
     (dict(hysteresis=0), ValueError, 'hysteresis'),
     (dict(init_scale='256'), TypeError, 'init_scale'),
-    (dict(allow_high_start=1), TypeError, 'allow_high_start'),
+    (dict(allow_high_start=2), TypeError, 'allow_high_start'),
     (dict(inital_scale=1.), TypeError, 'inital_scale'),
 ])
 def test_impossible_settings(bad, error, named):

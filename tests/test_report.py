@@ -55,6 +55,49 @@ def test_misuse_is_one_line_and_exit_two(arguments, named, capsys):
     assert named in error and error.count('\n') == 1
 
 
+@pytest.mark.parametrize('typed', ['run/nanfix', 'run/nanfix/', 'run', '.'])
+def test_any_folder_on_the_way_is_accepted(tmp_path, capsys, typed,
+                                           monkeypatch):
+    write(tmp_path, 'run', 0, incident())
+    monkeypatch.chdir(tmp_path)
+    assert main([typed]) == 1
+    monkeypatch.chdir(tmp_path / 'run' / 'nanfix')
+    assert main(['.']) == 1
+
+
+def test_a_linked_run_is_read_once(tmp_path):
+    write(tmp_path, 'run', 0, incident())
+    (tmp_path / 'link').symlink_to(tmp_path / 'run')
+    (tmp_path / 'run' / 'loop').symlink_to(tmp_path)
+    assert len(find_logs(tmp_path)) == 1
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'link').symlink_to(tmp_path / 'run')
+    assert len(find_logs(tmp_path / 'other')) == 1
+
+
+@pytest.mark.parametrize('change, status', [
+    (dict(where=None), 1),
+    (dict(loss_scale=dict(before=None, after='nan')), 1),
+    (dict(heads=dict(x_head=dict(losses={}, bad_losses=['zz']))), 1),
+    (dict(counts='many'), 0),
+    (dict(heads=dict(x_head=3)), 2),
+])
+def test_strange_incidents_end_in_no_traceback(tmp_path, capsys, change,
+                                               status):
+    record = {**json.loads(incident().to_json()), **change}
+    path = tmp_path / 'run' / 'nanfix' / log_name(0)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record) + '\n' + '[' * 100000 + '\n'
+                    + '{"schema": NaN}\n')
+    if status == 2:
+        with pytest.raises(SystemExit) as caught:
+            main([str(tmp_path)])
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.count('\n') == 1
+    else:
+        assert main([str(tmp_path)]) == status
+
+
 def test_names_are_printed_as_they_are(tmp_path, capsys):
     # rich would read markup in them.
     strange = incident()

@@ -106,6 +106,24 @@ def test_a_bad_forward_names_the_head_and_the_loss(tiny_config, tmp_path):
     assert record['loss_scale'] == dict(before=256., after=256.)
 
 
+def test_early_stopping_ends_with_the_table_too(tiny_config, tmp_path):
+    from mmengine.hooks import Hook
+
+    class Stop(Hook):
+
+        def after_train_iter(self, runner, *args, **kwargs):
+            runner.train_loop.stop_training = True
+
+    tiny_config.train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=3,
+                                 val_interval=10)
+    tiny_config.model.roi_head.bbox_head.loss_cls.loss_weight = 1e39
+    runner = Runner.from_cfg(tiny_config)
+    runner.register_hook(Stop())
+    runner.train()
+    lines = said_in(tmp_path / 'work')
+    assert sum('optimizer steps were skipped' in line for line in lines) == 1
+
+
 def losses_and_weights(cfg):
     runner = Runner.from_cfg(cfg)
     runner.train()
