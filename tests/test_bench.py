@@ -30,6 +30,8 @@ def test_families_train_in_emulated_half(name, listed):
     assert rows and rows <= listed
 
 
+@pytest.mark.filterwarnings(
+    'ignore:(Using torch.cross|torch.chain_matmul is deprecated)')
 def test_the_emulation_agrees_with_itself():
     found = list(gpu_agreement.compare_operations('cpu'))
     assert len(found) > 100
