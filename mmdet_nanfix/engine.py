@@ -125,7 +125,7 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
 
     A healthy step reads from the device as often as the stock class does:
     once for the check of the gradients, once for ``grad_norm`` if gradients
-    are clipped.
+    are clipped. With a fused optimizer the check is one read more.
 
     Args:
         loss_scale: ``'dynamic'``; a number, the start value; or a dict of
