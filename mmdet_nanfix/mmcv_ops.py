@@ -79,27 +79,28 @@ def _is_half(*tensors: Any) -> bool:
                and tensor.device.type == 'cpu' for tensor in tensors)
 
 
+def _at_half_rois(rois: Tensor,
+                  settings: Dict[str, Any]) -> Tuple[Tensor, Tensor, Any]:
+    """RoIs and counts of :func:`_half_rois`, and settings to go with them."""
+    wide, count = _half_rois(
+        rois, (settings['aligned_height'], settings['aligned_width']),
+        settings['spatial_scale'], settings['sampling_ratio'],
+        settings['aligned'])
+    return wide, count, {**settings, 'spatial_scale': 1.}
+
+
 def _roi_align_forward(op: Op) -> Op:
 
     @functools.wraps(op)
     def call(input: Tensor, rois: Tensor, output: Tensor,  # noqa: A002
-             argmax_y: Tensor, argmax_x: Tensor, *, aligned_height: int,
-             aligned_width: int, spatial_scale: float, sampling_ratio: int,
-             pool_mode: int, aligned: bool) -> None:
+             argmax_y: Tensor, argmax_x: Tensor, **settings: Any) -> None:
         if not _is_half(input):
-            op(input, rois, output, argmax_y, argmax_x,
-               aligned_height=aligned_height, aligned_width=aligned_width,
-               spatial_scale=spatial_scale, sampling_ratio=sampling_ratio,
-               pool_mode=pool_mode, aligned=aligned)
+            op(input, rois, output, argmax_y, argmax_x, **settings)
             return
-        wide, count = _half_rois(rois, (aligned_height, aligned_width),
-                                 spatial_scale, sampling_ratio, aligned)
+        wide, count, settings = _at_half_rois(rois, settings)
         out, at_y, at_x = (t.float() for t in (output, argmax_y, argmax_x))
-        op(input.float(), wide, out, at_y, at_x,
-           aligned_height=aligned_height, aligned_width=aligned_width,
-           spatial_scale=1., sampling_ratio=sampling_ratio,
-           pool_mode=pool_mode, aligned=aligned)
-        if pool_mode == 1:
+        op(input.float(), wide, out, at_y, at_x, **settings)
+        if settings['pool_mode'] == 1:
             # The half kernel sums the samples of a bin before it divides:
             # four samples of 20,000 are inf.
             out = (out * count).half() / count.half()
@@ -114,22 +115,14 @@ def _roi_align_backward(op: Op) -> Op:
 
     @functools.wraps(op)
     def call(grad_output: Tensor, rois: Tensor, argmax_y: Tensor,
-             argmax_x: Tensor, grad_input: Tensor, *, aligned_height: int,
-             aligned_width: int, spatial_scale: float, sampling_ratio: int,
-             pool_mode: int, aligned: bool) -> None:
+             argmax_x: Tensor, grad_input: Tensor, **settings: Any) -> None:
         if not _is_half(grad_output):
-            op(grad_output, rois, argmax_y, argmax_x, grad_input,
-               aligned_height=aligned_height, aligned_width=aligned_width,
-               spatial_scale=spatial_scale, sampling_ratio=sampling_ratio,
-               pool_mode=pool_mode, aligned=aligned)
+            op(grad_output, rois, argmax_y, argmax_x, grad_input, **settings)
             return
-        wide, _ = _half_rois(rois, (aligned_height, aligned_width),
-                             spatial_scale, sampling_ratio, aligned)
+        wide, _, settings = _at_half_rois(rois, settings)
         grad = grad_input.float()
         op(grad_output.float(), wide, argmax_y.float(), argmax_x.float(),
-           grad, aligned_height=aligned_height, aligned_width=aligned_width,
-           spatial_scale=1., sampling_ratio=sampling_ratio,
-           pool_mode=pool_mode, aligned=aligned)
+           grad, **settings)
         grad_input.copy_(grad)
 
     return call
