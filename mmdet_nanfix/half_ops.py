@@ -4,7 +4,8 @@ Source of the lists: ``ATen/autocast_mode.h`` of PyTorch. Each kernel is what
 that header says of its list, with one difference: an operation that a GPU
 runs on half tensor cores is computed as they do it, inputs rounded to half,
 products summed in fp32, the result rounded to half. Autograd rounds the
-gradients at the same casts.
+gradients at the same casts. An operation made of several products (a chain
+of matrices, a recurrent cell) is rounded once, at its end.
 
 What is on no list needs nothing: the CPU's own half kernels compute in fp32
 and round once, like CUDA's.
@@ -26,6 +27,11 @@ LOWER = ('_convolution _convolution.deprecated '
          'gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm '
          'mv prelu rnn_relu_cell rnn_tanh_cell '
          'scaled_dot_product_attention').split()
+
+# Sent to cuDNN on a GPU, whose binding casts everything to half by itself.
+# cuDNN's state between time steps, in half too, is kept in fp32 here.
+LOWER_CUDNN = ('gru.data gru.input lstm.data lstm.input rnn_relu.data '
+               'rnn_relu.input rnn_tanh.data rnn_tanh.input').split()
 
 # Run in fp32: half inputs are widened first.
 FP32 = ('_upsample_bicubic2d_aa _upsample_bilinear2d_aa '
@@ -257,7 +263,8 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
     Returns:
         ``{'conv2d': kernel, 'norm.Scalar': kernel, ...}``.
     """
-    makers = [(LOWER, functools.partial(_lower, cache=cache)), (FP32, _fp32),
+    lower = functools.partial(_lower, cache=cache)
+    makers = [(LOWER, lower), (LOWER_CUDNN, lower), (FP32, _fp32),
               (FP32_OUTPUT, _fp32_output), (FP32_APPEND, _fp32_append),
               (PROMOTE, _promote), (BANNED, _banned),
               (FP32_INSIDE, _fp32_inside)]

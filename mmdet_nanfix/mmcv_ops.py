@@ -6,10 +6,10 @@ half as they do: deformable and modulated convolution, rotated RoIAlign, NMS
 that differ are mended here:
 
 * RoIAlign's half kernel takes 18 times as long on a CPU as its fp32 kernel
-  (the half type has no vector arithmetic there). It is computed in fp32 from
-  what the half kernel makes of the RoIs. What remains different is the
-  rounding of the sampling points inside a bin: about half a unit in the last
-  place of the result on average.
+  (the half type has no vector arithmetic there). It is computed in fp32 at
+  the sampling points, and with the weights, that the half kernel has. Not
+  rounded is the sum of the samples of a bin, and in the backward the sum at
+  a pixel, until they are complete. Max pooling is left to mmcv.
 * sigmoid focal loss has no CPU kernel, and mmdet's ``FocalLoss`` takes a
   Python formula instead, which lacks the CUDA kernel's faults.
 * multi-scale deformable attention takes a Python formula on a CPU, which
@@ -23,12 +23,13 @@ and ``multi_scale_deform_attn.py`` of mmcv 2.1.0.
 """
 import functools
 import sys
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from mmcv.ops import multi_scale_deform_attn
 from mmcv.utils import ext_loader
 from torch import Tensor
+from torch.nn import functional
 
 from .emulation import is_emulating
 
@@ -36,42 +37,88 @@ __all__ = ['emulate_losses', 'emulate_ops']
 
 Op = Callable[..., Any]
 
+# Bounds the memory of the sampling points.
+_ROIS_AT_ONCE = 128
 
-def _half_rois(rois: Tensor, size: Tuple[int, int], spatial_scale: float,
-               sampling_ratio: int, aligned: bool) -> Tuple[Tensor, Tensor]:
-    """RoIs as the half kernel sees them, and samples a bin.
 
-    Start and size are computed in half, where a coordinate of 300 has steps
-    of 0.25. What comes back gives the fp32 kernel the same start and size
-    at a spatial scale of 1.
+def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
+              spatial_scale: float, sampling_ratio: int, aligned: bool
+              ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where RoIAlign's half kernel samples, and with which weights.
+
+    RoIs, bins, sampling points and weights are computed in half: a
+    coordinate above 256 has steps of 0.25 pixels of the feature map.
 
     Args:
         rois: ``(n, 5)``, half: batch index, x1, y1, x2, y2.
+        shape: Of the features, ``(batch, channels, height, width)``.
         size: Bins ``(height, width)``.
         spatial_scale: Feature pixels a pixel of the image.
         sampling_ratio: Samples a side of a bin; 0 adapts to the RoI.
         aligned: Whether RoIs are shifted by half a pixel.
 
     Returns:
-        RoIs ``(n, 5)`` in fp32 and ``(n, 1, 1, 1)`` samples a bin.
+        For the four neighbours of each sample that is inside, row numbers
+        in the features as ``(batch * height * width, channels)``, weights,
+        and the bin of the ``n * height * width`` ones, each ``(samples * 4,
+        )``, bin after bin; for each RoI ``(n, 1, 1, 1)``, half, its samples
+        a bin, those outside included.
     """
+    half = functools.partial(torch.tensor, dtype=torch.float16)
     offset = 0.5 if aligned else 0.
-    scale = torch.tensor(spatial_scale, dtype=torch.float16)
-    start = rois[:, 1:3] * scale - offset
-    extent = rois[:, 3:5] * scale - offset - start
+    scale = half(spatial_scale)
+    # Of each RoI, in the order y, x.
+    start = rois[:, [2, 1]] * scale - offset
+    extent = rois[:, [4, 3]] * scale - offset - start
     if not aligned:
         extent = extent.clamp(min=1.)
-    corner = start.float() + offset
-    wide = torch.cat([rois[:, :1].float(), corner, corner + extent.float()],
-                     1)
-    if sampling_ratio > 0:
-        grid = torch.full_like(extent, sampling_ratio)
-    else:
-        bins = torch.tensor([size[1], size[0]], dtype=torch.float16)
-        grid = (extent / bins).ceil()
-    # The kernel counts at least one sample where a RoI is empty.
-    count = grid.float().prod(1).clamp(min=1.)
-    return wide, count.view(-1, 1, 1, 1)
+    step = extent / half(size)
+    samples = torch.full_like(step, sampling_ratio) if (
+        sampling_ratio > 0) else step.ceil()
+    # A RoI that is empty or not finite is not sampled at all.
+    grid = samples.float().nan_to_num(0., 0., 0.).long().clamp(min=0)
+    a_bin = grid.prod(1)
+    roi = torch.arange(len(rois)).repeat_interleave(
+        a_bin * (size[0] * size[1]))
+    counts = a_bin.repeat_interleave(size[0] * size[1])
+    of_bin = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(roi)) - (counts.cumsum(0) - counts)[of_bin]
+    columns = grid[roi, 1]
+    place = (torch.div(of_bin, size[1], rounding_mode='floor') % size[0],
+             of_bin % size[1])
+    sample = (torch.div(within, columns, rounding_mode='floor'),
+              within % columns)
+    low, high, near, far, inside = [], [], [], [], []
+    for axis in (0, 1):
+        at = step[roi, axis]
+        point = start[roi, axis] + place[axis].half() * at + (
+            (sample[axis] + .5).half() * at / grid[roi, axis].half())
+        inside.append((point >= -1) & (point <= shape[2 + axis]))
+        last = shape[2 + axis] - 1
+        point = point.clamp(0, last)
+        floor = point.long().clamp(max=last)
+        low.append(floor)
+        high.append((floor + 1).clamp(max=last))
+        far.append(point - floor.half())
+        near.append(1. - far[axis])
+    image = rois[:, 0].long()[roi] * (shape[2] * shape[3])
+    rows = torch.stack([image + y * shape[3] + x for y in (low[0], high[0])
+                        for x in (low[1], high[1])], 1)
+    weights = torch.stack([y * x for y in (near[0], far[0])
+                           for x in (near[1], far[1])], 1).float()
+    seen = inside[0] & inside[1]
+    return (rows[seen].flatten(), weights[seen].flatten(),
+            of_bin[seen].repeat_interleave(4),
+            a_bin.clamp(min=1).half().view(-1, 1, 1, 1))
+
+
+def _weighted_rows(table: Tensor, rows: Tensor, weights: Tensor,
+                   into: Tensor, size: int) -> Tensor:
+    """``out[into] += weights * table[rows]`` in fp32; ``into`` ascends."""
+    counts = torch.bincount(into, minlength=size)
+    return functional.embedding_bag(
+        rows, table, counts.cumsum(0) - counts, mode='sum',
+        per_sample_weights=weights)
 
 
 def _is_half(*tensors: Any) -> bool:
@@ -79,14 +126,11 @@ def _is_half(*tensors: Any) -> bool:
                and tensor.device.type == 'cpu' for tensor in tensors)
 
 
-def _at_half_rois(rois: Tensor,
-                  settings: Dict[str, Any]) -> Tuple[Tensor, Tensor, Any]:
-    """RoIs and counts of :func:`_half_rois`, and settings to go with them."""
-    wide, count = _half_rois(
-        rois, (settings['aligned_height'], settings['aligned_width']),
-        settings['spatial_scale'], settings['sampling_ratio'],
-        settings['aligned'])
-    return wide, count, {**settings, 'spatial_scale': 1.}
+def _places(settings: Dict[str, Any]) -> Tuple[Any, ...]:
+    """The kernel's settings in the order of :func:`_sampling`."""
+    return ((settings['aligned_height'], settings['aligned_width']),
+            settings['spatial_scale'], settings['sampling_ratio'],
+            settings['aligned'])
 
 
 def _roi_align_forward(op: Op) -> Op:
@@ -94,19 +138,23 @@ def _roi_align_forward(op: Op) -> Op:
     @functools.wraps(op)
     def call(input: Tensor, rois: Tensor, output: Tensor,  # noqa: A002
              argmax_y: Tensor, argmax_x: Tensor, **settings: Any) -> None:
-        if not _is_half(input):
+        if not (_is_half(input) and _is_half(rois) and len(rois)
+                and settings['pool_mode'] == 1):
             op(input, rois, output, argmax_y, argmax_x, **settings)
             return
-        wide, count, settings = _at_half_rois(rois, settings)
-        out, at_y, at_x = (t.float() for t in (output, argmax_y, argmax_x))
-        op(input.float(), wide, out, at_y, at_x, **settings)
-        if settings['pool_mode'] == 1:
+        table = input.permute(0, 2, 3, 1).reshape(-1, input.size(1)).float()
+        at = 0
+        for part in rois.split(_ROIS_AT_ONCE):
+            rows, weights, of_bin, count = _sampling(
+                part, input.shape, *_places(settings))
+            out = output[at:at + len(part)]
+            total = _weighted_rows(table, rows, weights, of_bin,
+                                   out.numel() // table.size(1))
             # The half kernel sums the samples of a bin before it divides:
             # four samples of 20,000 are inf.
-            out = (out * count).half() / count.half()
-        output.copy_(out)
-        argmax_y.copy_(at_y)
-        argmax_x.copy_(at_x)
+            out.copy_(total.view(len(part), *out.shape[2:], -1)
+                      .permute(0, 3, 1, 2).half() / count)
+            at += len(part)
 
     return call
 
@@ -116,14 +164,24 @@ def _roi_align_backward(op: Op) -> Op:
     @functools.wraps(op)
     def call(grad_output: Tensor, rois: Tensor, argmax_y: Tensor,
              argmax_x: Tensor, grad_input: Tensor, **settings: Any) -> None:
-        if not _is_half(grad_output):
+        if not (_is_half(grad_output) and len(rois)
+                and settings['pool_mode'] == 1):
             op(grad_output, rois, argmax_y, argmax_x, grad_input, **settings)
             return
-        wide, _, settings = _at_half_rois(rois, settings)
-        grad = grad_input.float()
-        op(grad_output.float(), wide, argmax_y.float(), argmax_x.float(),
-           grad, **settings)
-        grad_input.copy_(grad)
+        batch, channels, height, width = grad_input.shape
+        table = torch.zeros(batch * height * width, channels)
+        at = 0
+        for part in rois.split(_ROIS_AT_ONCE):
+            rows, weights, of_bin, count = _sampling(
+                part, grad_input.shape, *_places(settings))
+            grad = grad_output[at:at + len(part)].float() / count.float()
+            rows, order = rows.sort()
+            table += _weighted_rows(
+                grad.permute(0, 2, 3, 1).reshape(-1, channels),
+                of_bin[order], weights[order], rows, len(table))
+            at += len(part)
+        grad_input.copy_(table.view(batch, height, width, channels)
+                         .permute(0, 3, 1, 2))
 
     return call
 

@@ -260,6 +260,25 @@ def test_attention():
         assert (out - wanted).abs().max() < 5e-3
 
 
+@pytest.mark.parametrize('layer', [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(layer):
+    """As cuDNN's binding: everything in half, whatever the input is."""
+    torch.manual_seed(0)
+    module = layer(4, 6, num_layers=2, bidirectional=True)
+    x = torch.randn(5, 3, 4, requires_grad=True)
+    packed = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
+    for given_ in (x, packed):
+        with cuda_autocast():
+            out, state = module(given_)
+        wanted, _ = module(given_)
+        if given_ is packed:
+            out, wanted = out.data, wanted.data
+        assert {out.dtype, *(s.dtype for s in flat(state))} == {HALF}
+        assert (out - wanted).abs().max() < 2e-3
+        out.sum().backward()
+        assert x.grad.isfinite().all()
+
+
 def test_unweighted_batch_norm_keeps_its_statistics_in_fp32():
     torch.manual_seed(0)
     x = (torch.randn(2, 3, 4, 4) * 1000).half()
