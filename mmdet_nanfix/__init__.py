@@ -9,12 +9,18 @@ Layers; imports go down only:
 
 ====================  ===================================================
 hosts                 one host each
-``engine``            MMEngine and mmdet 3.x: the optimizer wrapper
+``hooks``             MMEngine's hooks, and the names that are replaced
+``engine``            MMEngine's optimizer wrappers, guarded
+``journal``           what is told of a run, and where
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
+``trial``             trials that tell why a forward raised
+``annotations``       annotations that no loss can be computed from
+``transaction``       what a forward changes, and the way back
 ``heads``             which part owns a loss, a parameter, a gradient
 ``finite``            finite checks, the anchor
+``arguments``         arguments of an optimizer wrapper, checked
 ``emulation``         half precision on a CPU with CUDA's numerics
 ``half_ops``          its lists of operations, as kernels
 plain                 standard library (and rich, for tables)
@@ -48,12 +54,14 @@ def _load_host() -> None:
     """Register with the hosts that are installed."""
     if importlib.util.find_spec('mmengine') is None:
         return
-    from . import engine
+    from . import hooks
 
     on = os.environ.get('MMDET_NANFIX', '').lower() != 'off'
     has_mmdet = importlib.util.find_spec('mmdet') is not None
     if has_mmdet:
-        engine.shadow_stock_names(guarded=on)
+        hooks.shadow_stock_names(guarded=on)
+    if on:
+        hooks.allow_resume()
     # mmcv-lite is mmcv without compiled operations.
     if on and _has('mmcv._ext'):
         from . import mmcv_ops

@@ -1,127 +1,340 @@
-"""MMEngine and MMDetection 3.x: the optimizer wrapper.
+"""MMEngine's optimizer wrappers, guarded.
 
-:class:`NanSafeAmpOptimWrapper` translates between MMEngine's wrapper
-protocol and :class:`~mmdet_nanfix.step.GuardedStep`.
+:class:`NanSafeOptimWrapper` and :class:`NanSafeAmpOptimWrapper` translate
+between MMEngine's wrapper protocol and
+:class:`~mmdet_nanfix.step.GuardedStep`.
 """
 import contextlib
-import logging
-import os
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from mmengine import dist
-from mmengine.hooks import RuntimeInfoHook
-from mmengine.logging import MMLogger, print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
-from mmengine.runner.checkpoint import save_checkpoint, weights_to_cpu
-from mmengine.visualization import Visualizer
 from torch import Tensor, nn
 
 from . import emulation
+from .arguments import checked_dtype, device_of, scaler_for, split_settings
 from .finite import bad_tensors
+from .journal import Journal, say, warn
 from .policy import LossScale, LossScaleSettings, StopRule
-from .records import Incident, IncidentLog, NonFiniteError, log_name
-from .report import Summary
+from .records import NonFiniteError
 from .step import GuardedStep, Verdict
+from .transaction import Undo
 
 __all__ = [
-    'NanSafeAmpOptimWrapper', 'NanfixRuntimeInfoHook', 'StockAmpOptimWrapper',
-    'shadow_stock_names'
+    'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper', 'StockAmpOptimWrapper'
 ]
 
-_STOP_SETTINGS = ('max_consecutive', )
-_DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def _say(message: str, level: int = logging.INFO) -> None:
-    print_log(f'nanfix: {message}', logger='current', level=level)
-
-
-def _warn(message: str) -> None:
-    _say(message, logging.WARNING)
-
-
-def _log_folder() -> Optional[str]:
-    """``<work_dir>/<timestamp>``, where the running Runner logs to."""
-    log_file = getattr(MMLogger.get_current_instance(), '_log_file', None)
-    return os.path.dirname(os.path.abspath(log_file)) if log_file else None
-
-
-def _any_rank(flag: bool) -> bool:
-    """Whether a flag is up on any rank; a collective, after failures."""
-    if dist.get_world_size() == 1:
-        return flag
+def _ranks_with(flag: bool) -> List[int]:
+    """Ranks on which a flag is up; a collective, after failures."""
     device = dist.get_comm_device(None)
-    shared = torch.tensor(float(flag), device=device)
-    dist.all_reduce(shared, 'max')
-    return bool(shared.item())
+    flags = dist.all_gather(torch.tensor(float(flag), device=device))
+    return [rank for rank, up in enumerate(flags) if up.item()]
 
 
-def _checked_dtype(dtype: Union[str, torch.dtype, None]) -> torch.dtype:
-    if dtype is None:
-        return torch.float16
-    name = dtype if isinstance(dtype, str) else str(dtype)[len('torch.'):]
-    if not isinstance(dtype, (str, torch.dtype)):
-        raise TypeError('Expected argument `dtype` to be a str or a '
-                        f'torch.dtype, but got {dtype!r}')
-    if name not in _DTYPES:
-        raise ValueError(f'Expected argument `dtype` to be one of {_DTYPES}, '
-                         f'but got {dtype!r}')
-    return getattr(torch, name)
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP holds the parameters."""
+    return any(type(module).__mro__ and any(
+        base.__name__ == 'FullyShardedDataParallel'
+        for base in type(module).__mro__) for module in model.modules())
 
 
-def _split_settings(nanfix: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Settings of the loss scale and of the stop rule."""
-    if nanfix is None:
-        return {}, {}
-    if not isinstance(nanfix, dict):
-        raise TypeError('Expected argument `nanfix` to be a dict of settings,'
-                        f' but got {nanfix!r}')
-    stop = {key: nanfix[key] for key in _STOP_SETTINGS if key in nanfix}
-    scale = {key: value for key, value in nanfix.items() if key not in stop}
-    accepted = (*_STOP_SETTINGS, *LossScaleSettings.__dataclass_fields__)
-    for key in scale:
-        if key not in accepted:
-            raise TypeError(f'`nanfix` has no setting {key!r}; accepted are '
-                            f'{", ".join(accepted)}')
-    return scale, stop
+def _segfaults(model: nn.Module) -> bool:
+    """Whether a backward of NaN ends the process.
+
+    mmcv's deformable convolutions on a CPU index with what they sample at.
+    """
+    return any(base.__name__ in ('DeformConv2d', 'ModulatedDeformConv2d')
+               for module in model.modules()
+               for base in type(module).__mro__)
 
 
-def _device_of(optimizer: Any) -> str:
-    """Device type of what is optimized; ``cpu`` for nothing."""
-    groups = getattr(optimizer, 'param_groups', [])
-    return next((parameter.device.type for group in groups
-                 for parameter in group['params']), 'cpu')
+class _Guarded(OptimWrapper):
+    """What both wrappers have in common: a guard around each step.
 
+    A healthy step costs no read from the device beyond :meth:`_found_inf`,
+    or one more where the backward of a NaN would end the process.
+    """
 
-def _scaler(device: str, use_fsdp: bool, scale: float) -> Any:
-    """Torch's scaler: it scales, unscales and finds; we decide."""
-    if use_fsdp:
-        from torch.distributed.fsdp.sharded_grad_scaler import (
-            ShardedGradScaler,
-        )
-        elsewhere = {} if device == 'cuda' else {'device': device}
-        return ShardedGradScaler(init_scale=scale, **elsewhere)
-    if device == 'cpu' and not hasattr(torch, 'get_autocast_dtype'):
-        raise RuntimeError('Half precision on a CPU needs torch 2.4 or newer,'
-                           f' but this is torch {torch.__version__}')
-    if hasattr(torch.amp, 'GradScaler'):
-        return torch.amp.GradScaler(device, init_scale=scale)
-    return torch.cuda.amp.GradScaler(init_scale=scale)
+    _guard: Optional[GuardedStep] = None
+    _whole: Optional[nn.Module] = None
+    _stock = False
+    _look_first = False
+
+    def _set_up(self, scale: LossScale, stop: StopRule) -> None:
+        self._scale = scale
+        self._stop = stop
+        self._journal = Journal(stop)
+        #: Whether the last optimizer step was skipped.
+        self.skipped = False
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int,
+                                max_counts: int) -> None:
+        """Arm the guard; the runner calls this right before training."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        self._guard = None
+        if self._stock:
+            warn(f'devices of type {device_of(self.optimizer)!r} are not '
+                 'guarded: the optimizer wrapper behaves as the stock class')
+            return
+        self._arm(model)
+
+    def _arm(self, model: nn.Module) -> GuardedStep:
+        if self._guard is not None:
+            return self._guard
+        self._whole = model
+        sharded = _is_sharded(model)
+        model = model.module if is_model_wrapper(model) else model
+        alone = dist.get_world_size() == 1
+        self._look_first = alone and _segfaults(model) and (
+            device_of(self.optimizer) == 'cpu')
+        self._guard = GuardedStep(
+            model, self.optimizer, self._scale, self._stop, self._clock,
+            rank=dist.get_rank(), agree=None if alone else _ranks_with,
+            others=[self._hub_undo], sharded=sharded)
+        self._journal.open()
+        if self._scale.note:
+            say(self._scale.note)
+        say(self._settings_line())
+        if self._guard.exempt:
+            names = sorted(self._guard.exempt)
+            say(f'{len(names)} buffers hold non-finite numbers from the '
+                f'start and are not watched: {", ".join(names[:3])}'
+                + (', ...' if len(names) > 3 else ''))
+        return self._guard
+
+    def _hub_undo(self) -> Undo:
+        """Take back what a forward writes to the message hub."""
+        hub = self.message_hub
+        info = dict(hub.runtime_info)
+        # A history is never written to in place, but re-assigned.
+        scalars = {key: (buffer, buffer._log_history, buffer._count_history)
+                   for key, buffer in hub.log_scalars.items()}
+
+        def undo() -> None:
+            hub.runtime_info.clear()
+            hub.runtime_info.update(info)
+            for key in [key for key in hub.log_scalars
+                        if key not in scalars]:
+                del hub.log_scalars[key]
+            for buffer, history, counts in scalars.values():
+                buffer._log_history, buffer._count_history = history, counts
+
+        return undo
+
+    def _clock(self) -> Tuple[Optional[int], int]:
+        """Epoch and global iteration, both from 1."""
+        info = self.message_hub.runtime_info
+        epoch = info.get('epoch')
+        # Without a runner the backwards count the iterations.
+        iteration = info['iter'] + 1 if 'iter' in info else self._inner_count
+        return None if epoch is None else int(epoch) + 1, int(iteration)
+
+    def _settings_line(self) -> str:
+        return (f'guarding {self._precision()} training; {self._scale}; stop '
+                f'after {self._stop.max_consecutive} skipped steps in a row; '
+                f'incidents go to {self._journal.path or "the console only"}')
+
+    def _precision(self) -> str:
+        return 'full-precision'
+
+    @contextlib.contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Watch the losses of one forward, in autocast where there is one."""
+        if self._stock:
+            with super().optim_context(model):
+                yield
+            return
+        guard = self._arm(model)
+        bare = model.module if is_model_wrapper(model) else model
+        with OptimWrapper.optim_context(self, model), guard.watch(bare), (
+                self._autocast()):
+            yield
+
+    def _autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of the loss with its anchor term."""
+        if self._stock or self._guard is None:
+            super().backward(loss, **kwargs)
+            return
+        guarded = self._guard.attach(loss)
+        if guarded is not None and self._look_first and (
+                self._guard.loss_is_bad()):
+            self._guard.give_up()
+            guarded = None
+        if guarded is None:
+            self._inner_count += 1
+        else:
+            super().backward(guarded, **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """Step, or skip, take back and record; then update the loss scale.
+
+        Raises:
+            NonFiniteError: Too many steps were skipped.
+        """
+        if self._stock:
+            super().step(**kwargs)
+            return
+        guard = self._guard
+        self.skipped = (guard is not None and guard.must_skip) or (
+            self._found_inf())
+        if not self.skipped:
+            if self.clip_grad_kwargs:
+                self._clip_grad()
+            self._apply(**kwargs)
+        before = self._scale.scale
+        verdict = guard.judge(self.skipped) if guard else (
+            self._judge_unarmed(self.skipped))
+        self._rescale(self._scale.scale)
+        iteration = self._clock()[1]
+        if self._scale.scale != before:
+            self._journal.draw('scale', self._scale.scale, iteration)
+        if verdict.incident is not None:
+            self._journal.tell(verdict.incident)
+        if verdict.note is not None:
+            warn(verdict.note)
+        if verdict.stop is not None or (
+                self._inner_count == self._max_counts):
+            self.close()
+        if verdict.stop is not None:
+            raise NonFiniteError(
+                self._journal.stop_message(verdict.stop, self._save()),
+                verdict.incident)
+
+    def _found_inf(self) -> bool:
+        """Result of the check of the gradients; the one read of a step."""
+        raise NotImplementedError
+
+    def _apply(self, **kwargs: Any) -> None:
+        self.optimizer.step(**kwargs)
+
+    def _rescale(self, scale: float) -> None:
+        """Take over the loss scale of the next step."""
+
+    def _judge_unarmed(self, found_inf: bool) -> Verdict:
+        """Without a model there is no evidence; scale and skip still work."""
+        self._scale.update(losses_finite=True, grads_finite=not found_inf)
+        return Verdict(stop=self._stop.update(skipped=found_inf))
+
+    def _save(self) -> str:
+        if self._guard is None or self._whole is None:
+            return 'No weights were saved, since no model is known.'
+        whole = self._whole
+        model = whole if _is_sharded(whole) else self._guard.model
+        epoch, iteration = self._clock()
+        return self._journal.save_weights(model, epoch, iteration,
+                                          self.state_dict())
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients of earlier iterations wait for their step."""
+        return self._guard is not None and self._guard.window_open
+
+    @property
+    def guarding(self) -> bool:
+        """Whether steps are guarded: a device that is, and a known model."""
+        return self._guard is not None
+
+    @property
+    def exempt(self) -> List[str]:
+        """Buffers that hold infinities on purpose, by name."""
+        return sorted(self._guard.exempt) if self._guard else []
+
+    def close(self) -> None:
+        """Print the table at the end, once."""
+        if not self._stock:
+            self._journal.close(self._scale.scale)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The optimizer's state and, as plain numbers, scale and counters."""
+        if self._stock:
+            return super().state_dict()
+        state = OptimWrapper.state_dict(self)
+        state['loss_scaler'] = {**self._scale.state_dict(),
+                                **self._stop.state_dict()}
+        return state
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Load a checkpoint of a guarded or of a stock wrapper."""
+        if self._stock:
+            super().load_state_dict(state_dict)
+            return
+        stored = state_dict.pop('loss_scaler', {})
+        self._stop.load_state_dict(stored)
+        complaint = self._scale.load_state_dict(stored)
+        if complaint:
+            warn(complaint)
+        self._reload()
+        OptimWrapper.load_state_dict(self, state_dict)
+
+    def _reload(self) -> None:
+        """Take over the loss scale of a checkpoint."""
 
 
 @OPTIM_WRAPPERS.register_module()
-class NanSafeAmpOptimWrapper(AmpOptimWrapper):
+class NanSafeOptimWrapper(_Guarded):
+    """``OptimWrapper`` that survives and explains non-finite numbers.
+
+    For full precision: no autocast and no loss scale. An optimizer step
+    whose losses, gradients or buffers are not finite is skipped, taken back
+    and recorded per head. The check is one read from the device a step.
+
+    Args:
+        nanfix: ``max_consecutive``, the number of skipped steps in a row
+            after which training stops (default 20; None for never).
+        **kwargs: Of ``OptimWrapper``: ``optimizer``,
+            ``accumulative_counts``, ``clip_grad``.
+
+    Raises:
+        TypeError: An argument of a wrong type, or a setting that does not
+            exist.
+        ValueError: A value that is impossible.
+    """
+
+    def __init__(self, nanfix: Optional[Dict[str, Any]] = None,
+                 **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.guard_with(nanfix)
+
+    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
+        """Begin to guard, with these settings."""
+        overrides, stop = split_settings(nanfix)
+        # Checked all the same: a typing error should not pass.
+        LossScaleSettings.from_arguments('dynamic', overrides)
+        self._set_up(LossScale(LossScaleSettings(enabled=False)),
+                     StopRule(**stop))
+
+    def _found_inf(self) -> bool:
+        found = bool(bad_tensors([
+            parameter.grad for group in self.optimizer.param_groups
+            for parameter in group['params']]))
+        flag = self._guard.flag if self._guard is not None else None
+        if flag is None:
+            return found
+        flag = torch.stack([flag, flag.new_tensor(
+            float('nan') if found else 0.)]).sum()
+        dist.all_reduce(flag)
+        return bool(flag.isnan().item())
+
+
+@OPTIM_WRAPPERS.register_module()
+class NanSafeAmpOptimWrapper(_Guarded, AmpOptimWrapper):
     """``AmpOptimWrapper`` that survives and explains non-finite numbers.
 
-    An optimizer step whose losses or gradients are not finite is skipped,
-    recorded per head in ``<work_dir>/<timestamp>/nanfix/incidents.jsonl``
-    and told in one line. The loss scale starts at 256, backs off when
-    gradients overflow, never below ``min_scale``. Too many skipped steps
-    raise :class:`~mmdet_nanfix.NonFiniteError` on all ranks.
+    An optimizer step whose losses, gradients or buffers are not finite is
+    skipped, what its forwards changed is taken back, and it is recorded per
+    head in ``<work_dir>/<timestamp>/nanfix/incidents.jsonl`` and told in one
+    line. The loss scale starts at 256, backs off when gradients overflow,
+    never below ``min_scale``. Too many skipped steps raise
+    :class:`~mmdet_nanfix.NonFiniteError` on all ranks.
 
     A healthy step reads from the device as often as the stock class does:
     once for the check of the gradients, once for ``grad_norm`` if gradients
@@ -141,7 +354,8 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         nanfix: Settings that win over ``loss_scale``, which ``--amp``
             overwrites: any of the dict above and ``max_consecutive``, the
             number of skipped steps in a row after which training stops
-            (default 20; None for never).
+            (default 20; None for never). Settings of ``NanGuardHook`` win
+            over these.
         **kwargs: Of ``OptimWrapper``: ``optimizer``,
             ``accumulative_counts``, ``clip_grad``.
 
@@ -157,140 +371,48 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
                  use_fsdp: bool = False,
                  nanfix: Optional[Dict[str, Any]] = None,
                  **kwargs: Any) -> None:
-        overrides, stop = _split_settings(nanfix)
-        settings = LossScaleSettings.from_arguments(loss_scale, overrides)
-        self.cast_dtype = _checked_dtype(dtype)
-        self._stop = StopRule(**stop)
-        self._device = _device_of(kwargs.get('optimizer'))
-        self._stock = self._device not in ('cuda', 'cpu')
-        self._guard: Optional[GuardedStep] = None
+        split_settings(nanfix)
+        self.cast_dtype = checked_dtype(dtype)
+        device = device_of(kwargs.get('optimizer'))
+        self._stock = device not in ('cuda', 'cpu')
         if self._stock:
-            super().__init__(loss_scale=loss_scale, dtype=dtype,
-                             use_fsdp=use_fsdp, **kwargs)
+            AmpOptimWrapper.__init__(
+                self, loss_scale=loss_scale, dtype=dtype, use_fsdp=use_fsdp,
+                **kwargs)
             return
         # The stock constructor refuses a CPU; what it sets is set here.
         OptimWrapper.__init__(self, **kwargs)
-        self._scale = LossScale(settings)
         self._scale_update_param = None
-        self.loss_scaler = _scaler(self._device, use_fsdp, self._scale.scale)
-        self._log: Optional[IncidentLog] = None
-        self._summary = Summary()
-        self._drawing = True
-        self._closed = False
+        self._loss_scale, self._use_fsdp = loss_scale, use_fsdp
+        self._nanfix = dict(nanfix or {})
+        self.guard_with({})
 
-    def initialize_count_status(self, model: nn.Module, init_counts: int,
-                                max_counts: int) -> None:
-        """Arm the guard; the runner calls this right before training."""
-        super().initialize_count_status(model, init_counts, max_counts)
-        self._guard = None
+    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
+        """Begin to guard, with settings that win over those it has."""
         if self._stock:
-            _warn(f'devices of type {self._device!r} are not guarded: the '
-                  'optimizer wrapper behaves as the stock class')
             return
-        self._arm(model)
+        overrides, stop = split_settings(nanfix)
+        earlier, earlier_stop = split_settings(self._nanfix)
+        settings = LossScaleSettings.from_arguments(
+            self._loss_scale, {**earlier, **overrides})
+        self._nanfix.update(nanfix or {})
+        self._set_up(LossScale(settings),
+                     StopRule(**{**earlier_stop, **stop}))
+        self.loss_scaler = scaler_for(device_of(self.optimizer),
+                                      self._use_fsdp, self._scale.scale)
 
-    def _arm(self, model: nn.Module) -> GuardedStep:
-        if self._guard is not None:
-            return self._guard
-        model = model.module if is_model_wrapper(model) else model
-        rank = dist.get_rank()
-        self._guard = GuardedStep(model, self.optimizer, self._scale,
-                                  self._stop, self._clock, rank, _any_rank)
-        folder = _log_folder()
-        path = os.path.join(folder, 'nanfix', log_name(rank)) if (
-            folder) else None
-        self._log = IncidentLog(path, _warn)
-        if self._scale.note:
-            _say(self._scale.note)
-        _say(self._settings_line(self._log_path()))
-        return self._guard
+    def _precision(self) -> str:
+        emulated = ' (emulated)' if self.cast_dtype in _HALVES and (
+            device_of(self.optimizer) == 'cpu') else ''
+        return f'{str(self.cast_dtype)[6:]}{emulated}'
 
-    def _log_path(self) -> Optional[str]:
-        """The log file, where there is one that can be written."""
-        log = self._log
-        return log.path if log is not None and log.writable else None
-
-    def _clock(self) -> Tuple[Optional[int], int]:
-        """Epoch and global iteration, both from 1."""
-        info = self.message_hub.runtime_info
-        epoch = info.get('epoch')
-        # Without a runner the backwards count the iterations.
-        iteration = info['iter'] + 1 if 'iter' in info else self._inner_count
-        return None if epoch is None else int(epoch) + 1, int(iteration)
-
-    def _settings_line(self, path: Optional[str]) -> str:
-        rules = self._scale.settings
-        interval = rules.growth_interval or '500 until the first overflow, ' \
-            'then 2000'
-        emulated = ' (emulated)' if self._device == 'cpu' and (
-            self.cast_dtype in _HALVES) else ''
-        return (f'guarding {str(self.cast_dtype)[6:]}{emulated} training; '
-                f'loss scale {self._scale.scale:g} in {rules.min_scale:g} to '
-                f'{rules.max_scale:g}, backoff {rules.backoff_factor:g}, '
-                f'growth {rules.growth_factor:g} after {interval} good steps,'
-                f' hysteresis {rules.hysteresis}; stop after '
-                f'{self._stop.max_consecutive} skipped steps in a row; '
-                f'incidents go to {path or "the console only"}')
-
-    @contextlib.contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Enter autocast and watch the losses of one forward."""
-        if self._stock:
-            with super().optim_context(model):
-                yield
-            return
-        guard = self._arm(model)
-        bare = model.module if is_model_wrapper(model) else model
-        with OptimWrapper.optim_context(self, model), guard.watch(bare), (
-                self._autocast()):
-            yield
-
-    @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
+    def _autocast(self) -> Any:
+        device = device_of(self.optimizer)
         if self.cast_dtype not in _HALVES:
-            yield
-        elif self._device == 'cpu':
-            with emulation.cuda_autocast(self.cast_dtype):
-                yield
-        else:
-            with torch.autocast(self._device, self.cast_dtype):
-                yield
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Scale the loss, with its anchor term, and run the backward."""
-        if self._stock or self._guard is None:
-            super().backward(loss, **kwargs)
-            return
-        super().backward(self._guard.attach(loss), **kwargs)
-
-    def step(self, **kwargs: Any) -> None:
-        """Step, or skip and record; then update the loss scale.
-
-        Raises:
-            NonFiniteError: Too many steps were skipped.
-        """
-        if self._stock:
-            super().step(**kwargs)
-            return
-        found_inf = self._found_inf()
-        if not found_inf:
-            if self.clip_grad_kwargs:
-                self._clip_grad()
-            self._apply(**kwargs)
-        before = self._scale.scale
-        verdict = self._guard.judge(found_inf) if self._guard else (
-            self._judge_unarmed(found_inf))
-        self.loss_scaler.update(self._scale.scale)
-        if self._scale.scale != before:
-            self._draw('scale', self._scale.scale)
-        if verdict.incident is not None:
-            self._tell(verdict.incident)
-        if verdict.stop is not None or (
-                self._inner_count == self._max_counts):
-            self.close()
-        if verdict.stop is not None:
-            raise NonFiniteError(self._stop_message(verdict.stop),
-                                 verdict.incident)
+            return contextlib.nullcontext()
+        if device == 'cpu':
+            return emulation.cuda_autocast(self.cast_dtype)
+        return torch.autocast(device, self.cast_dtype)
 
     def _found_inf(self) -> bool:
         """Result of the check of the gradients; the one read of a step.
@@ -305,7 +427,13 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
         else:
             scaler.unscale_(self.optimizer)
         state = scaler._per_optimizer_states[id(self.optimizer)]
-        found = state['found_inf_per_device'].values()
+        found = list(state['found_inf_per_device'].values())
+        flag = self._guard.flag if self._guard is not None else None
+        if flag is not None:
+            # Shards: the state of the losses, one number for all ranks.
+            flag = flag.isnan().float()
+            dist.all_reduce(flag, 'max')
+            found.append(flag)
         return bool(sum(flag.item() for flag in found))
 
     @property
@@ -320,114 +448,15 @@ class NanSafeAmpOptimWrapper(AmpOptimWrapper):
             # The scaler's own step would read the flag a second time.
             self.optimizer.step(**kwargs)
 
-    def _judge_unarmed(self, found_inf: bool) -> Verdict:
-        """Without a model there is no evidence; scale and skip still work."""
-        self._scale.update(losses_finite=True, grads_finite=not found_inf)
-        return Verdict(stop=self._stop.update(skipped=found_inf))
+    def _rescale(self, scale: float) -> None:
+        if self.skipped and self._guard is not None:
+            # Nothing was scaled where every forward raised.
+            self.loss_scaler.scale(torch.zeros(
+                (), device=device_of(self.optimizer)))
+        self.loss_scaler.update(scale)
 
-    def _tell(self, incident: Incident) -> None:
-        self._summary.add(incident)
-        if self._log is not None:
-            self._log.write(incident)
-        _warn(incident.summary())
-        self._draw('incidents', self._stop.total)
-        self._draw('skipped', self._stop.total)
-
-    def _draw(self, name: str, value: float) -> None:
-        """One scalar to the visualizer's backends, where there is one."""
-        if not (self._drawing and Visualizer._instance_dict
-                and dist.is_main_process()):
-            return
-        try:
-            Visualizer.get_current_instance().add_scalar(
-                f'nanfix/{name}', value, step=self._clock()[1])
-        except Exception as error:
-            # Any backend, any failure: a full disk, a lost server.
-            self._drawing = False
-            _warn('the visualizer takes no scalars '
-                  f'({type(error).__name__}: {error}); training goes on')
-
-    def close(self) -> None:
-        """Print the table at the end, once."""
-        if not self._stock and not self._closed and self._summary.rows:
-            self._closed = True
-            path = self._log_path()
-            where = f'details: python -m mmdet_nanfix.report ' \
-                f'{os.path.dirname(os.path.dirname(path))}' if path else (
-                    'no log was kept')
-            _say(f'{self._stop.total} of {self._stop.steps} optimizer steps '
-                 f'were skipped, loss scale now {self._scale.scale:g}; '
-                 f'{where}\n{self._summary.text()}')
-
-    def _stop_message(self, reason: str) -> str:
-        path = self._log_path()
-        return (f'Training was stopped: {reason}. {self._save_weights()} '
-                f'Which head went bad is in {path or "the lines above"}; '
-                'mend the cause, or train on with '
-                'optim_wrapper.nanfix.max_consecutive=None.')
-
-    def _save_weights(self) -> str:
-        """Save what no skipped step has touched; say where."""
-        if self._guard is None or self._log is None or (
-                self._log.path is None):
-            return 'No weights were saved, since no log folder is known.'
-        path = os.path.join(os.path.dirname(self._log.path),
-                            f'stopped_iter_{self._clock()[1]}.pth')
-        model = self._guard.model
-        if dist.is_main_process():
-            try:
-                save_checkpoint({
-                    # As MMEngine counts: steps and epochs that are done.
-                    'meta': {'iter': self._clock()[1],
-                             'epoch': (self._clock()[0] or 1) - 1},
-                    'state_dict': weights_to_cpu(model.state_dict()),
-                    'optimizer': self.state_dict(),
-                }, path)
-            except OSError as error:
-                return f'The weights could not be saved ({error}).'
-        buffers = [name for name, _ in model.named_buffers()]
-        bad = [buffers[i] for i in bad_tensors(
-            [buffer for _, buffer in model.named_buffers()])]
-        note = f' ({len(bad)} buffers in it are not finite: {bad[0]}, ...)' \
-            if bad else ''
-        return ('The weights, untouched by them, are in '
-                f'{path}{note}, for load_from.')
-
-    def state_dict(self) -> Dict[str, Any]:
-        """The optimizer's state and, as plain numbers, the loss scale's."""
-        if self._stock:
-            return super().state_dict()
-        state = OptimWrapper.state_dict(self)
-        state['loss_scaler'] = {**self._scale.state_dict(),
-                                **self._stop.state_dict()}
-        return state
-
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Load a checkpoint of this class or of either stock class."""
-        if self._stock:
-            super().load_state_dict(state_dict)
-            return
-        stored = state_dict.pop('loss_scaler', {})
-        self._stop.load_state_dict(stored)
-        complaint = self._scale.load_state_dict(stored)
-        if complaint:
-            _warn(complaint)
+    def _reload(self) -> None:
         self.loss_scaler.load_state_dict(self._scale.state_dict())
-        super().load_state_dict(state_dict)
-
-
-class NanfixRuntimeInfoHook(RuntimeInfoHook):
-    """MMEngine's hook, which every runner has, with the table at the end.
-
-    A run that another hook stops early does not reach its last iteration,
-    which is where the wrapper itself prints the table.
-    """
-
-    def after_train(self, runner: Any) -> None:
-        """Let the wrapper print what it has not printed yet."""
-        super().after_train(runner)
-        if isinstance(runner.optim_wrapper, NanSafeAmpOptimWrapper):
-            runner.optim_wrapper.close()
 
 
 class StockAmpOptimWrapper(AmpOptimWrapper):
@@ -439,28 +468,3 @@ class StockAmpOptimWrapper(AmpOptimWrapper):
 
     def __init__(self, *args: Any, nanfix: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-
-
-def shadow_stock_names(guarded: bool = True) -> None:
-    """Make mmdet's scope resolve two of MMEngine's names to ours.
-
-    ``AmpOptimWrapper`` and ``RuntimeInfoHook``.
-
-    Only in mmdet's own registry: MMEngine's, and so every other scope,
-    keeps the stock class.
-
-    Args:
-        guarded: False keeps the stock behaviour.
-
-    Raises:
-        ImportError: mmdet is not installed.
-    """
-    from mmdet.registry import HOOKS as MMDET_HOOKS
-    from mmdet.registry import OPTIM_WRAPPERS as MMDET_OPTIM_WRAPPERS
-
-    MMDET_OPTIM_WRAPPERS.register_module(
-        name='AmpOptimWrapper', force=True,
-        module=NanSafeAmpOptimWrapper if guarded else StockAmpOptimWrapper)
-    if guarded:
-        MMDET_HOOKS.register_module(
-            name='RuntimeInfoHook', force=True, module=NanfixRuntimeInfoHook)

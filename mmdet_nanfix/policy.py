@@ -26,7 +26,7 @@ class LossScaleSettings:
         growth_factor: Factor of a growth, above 1.
         backoff_factor: Factor of a backoff, in (0, 1).
         growth_interval: Good steps in a row before a growth. ``None``: 500
-            until the first overflow, 2000 after it.
+            until the first overflow and below the start, else 2000.
         min_scale: Floor. A scale below 1 flushes half gradients to zero.
         max_scale: Ceiling.
         hysteresis: Overflows in a row that are borne before a backoff; 1
@@ -181,6 +181,18 @@ class LossScale:
         self.bad_steps = 0
         self.overflowed = False
 
+    def __str__(self) -> str:
+        """The rules, for one line at the start of a run."""
+        rules = self.settings
+        if not rules.enabled:
+            return 'no loss scale'
+        interval = rules.growth_interval or (
+            '500 until the first overflow and below the start, else 2000')
+        return (f'loss scale {self.scale:g} in {rules.min_scale:g} to '
+                f'{rules.max_scale:g}, backoff {rules.backoff_factor:g}, '
+                f'growth {rules.growth_factor:g} after {interval} good steps,'
+                f' hysteresis {rules.hysteresis}')
+
     def update(self, losses_finite: bool, grads_finite: bool) -> float:
         """Take in one optimizer step and return the scale of the next."""
         if not self.settings.enabled:
@@ -196,7 +208,8 @@ class LossScale:
     def _interval(self) -> int:
         if self.settings.growth_interval is not None:
             return self.settings.growth_interval
-        return 2000 if self.overflowed else 500
+        quick = not self.overflowed or self.scale < self.settings.start()[0]
+        return 500 if quick else 2000
 
     def _grow(self) -> None:
         self.bad_steps = 0
@@ -219,10 +232,11 @@ class LossScale:
 
         ``scale``, ``growth_factor``, ``backoff_factor``,
         ``growth_interval``, ``_growth_tracker`` (good steps),
-        ``nanfix_overflowed`` and ``nanfix_bad_steps``.
+        ``nanfix_overflowed`` and ``nanfix_bad_steps``. Where no scale is in
+        use, the one that half precision would start at.
         """
         return {
-            'scale': self.scale,
+            'scale': self.scale if self.settings.enabled else DEFAULT_START,
             'growth_factor': self.settings.growth_factor,
             'backoff_factor': self.settings.backoff_factor,
             'growth_interval': self._interval(),

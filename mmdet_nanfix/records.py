@@ -118,6 +118,9 @@ class Incident:
         images: Images to blame, or None where they are not known.
         loss_scale: Before and after.
         cause: Verdict, or None where none was sought.
+        error: The exception that the step raised, or None.
+        ranks: Processes of a distributed run where it began, or None where
+            that is not known.
         action: ``skipped`` ``retried`` ``rescued_fp32_head`` ``aborted``.
         counts: Counters after this step.
     """
@@ -132,6 +135,8 @@ class Incident:
     counts: Counts
     images: Optional[List[Dict[str, Any]]] = None
     cause: Optional[Cause] = None
+    error: Optional[str] = None
+    ranks: Optional[List[int]] = None
     time: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now().astimezone().
         isoformat(timespec='milliseconds'))
@@ -153,17 +158,37 @@ class Incident:
         scale = f'loss scale {before:g}'
         if after != before:
             scale += f' -> {after:g}'
-        what = 'non-finite gradients' if self.where.phase == 'backward' else (
-            'non-finite weights' if self.where.phase == 'params' else
-            'non-finite loss')
+        what = self._what()
         # A part without losses of its own only passes on what a head did.
         heads = ', '.join(f'{name}: {state.describe()}'
                           for name, state in self.heads.items()
                           if state.losses or name == self.where.head)
         done = 'stopping' if self.action == 'aborted' else 'step skipped'
+        if self.ranks:
+            ranks = ', '.join(map(str, self.ranks))
+            heads += f' (began on rank {ranks})'
         return (f'{what} at {at}, {scale}: {heads or "no head is known"}; '
                 f'{done} ({self.counts.consecutive} in a row, '
                 f'{self.counts.total} in all)')
+
+
+    def _what(self) -> str:
+        """What went wrong, in a few words."""
+        if self.error is not None:
+            place = f' in {self.where.module}' if self.where.module else ''
+            return f'{self._of_what()} raised {self.error}{place}'
+        what = {'backward': 'gradients', 'params': 'weights',
+                'buffers': 'buffers'}.get(self.where.phase or '', 'loss')
+        module = f' {self.where.module}' if what == 'buffers' else ''
+        return f'non-finite {what}{module}'
+
+    def _of_what(self) -> str:
+        """What an exception was put down to."""
+        if not self.images:
+            return 'non-finite numbers'
+        first = self.images[0]['annotation']
+        return (f'a bad annotation ({first["what"]}, number '
+                f'{first["index"]} of {self.images[0]["img_path"]})')
 
 
 class NonFiniteError(FloatingPointError):
@@ -191,7 +216,9 @@ def _spell(value: Any) -> Any:
     return value
 
 
-_KEYS = {field.name for field in dataclasses.fields(Incident)}
+# Keys that came later: a log without them is read all the same.
+_ADDED = {'error', 'ranks'}
+_KEYS = {field.name for field in dataclasses.fields(Incident)} - _ADDED
 _OBJECTS = ('where', 'heads', 'loss_scale', 'counts')
 
 

@@ -5,15 +5,29 @@ asks it to judge each optimizer step. It knows tensors, not runners.
 """
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+import math
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, nn
 
-from .finite import Anchor, bad_tensors, kind_of
+from .finite import Anchor, bad_tensors, flag_of, kind_of
 from .heads import UNKNOWN, Parts, loss_terms
 from .policy import LossScale, StopRule
 from .records import Counts, HeadState, Incident, LossScaleChange, Where
+from .transaction import Transaction, Undo
+from .trial import Raised, why
 
 __all__ = ['GuardedStep', 'Verdict']
 
@@ -27,30 +41,36 @@ class Verdict:
     Attributes:
         incident: The record of a failed step, or None.
         stop: Why training should stop, in words, or None.
+        note: What the user should know beside it, or None.
     """
 
     incident: Optional[Incident] = None
     stop: Optional[str] = None
+    note: Optional[str] = None
 
 
 @dataclasses.dataclass
 class _MicroStep:
-    """One backward of the accumulation window."""
+    """One backward of the accumulation window.
+
+    ``raised`` is the exception that came instead of losses.
+    """
 
     loss: Tensor
     terms: Losses
+    raised: Optional[Raised] = None
 
 
 def _detached(micro: _MicroStep) -> _MicroStep:
     """Without the graph, so that a window holds one graph at a time."""
-    return _MicroStep(micro.loss.detach(), {
-        key: [term.detach() for term in terms]
-        for key, terms in micro.terms.items()
-    })
+    return dataclasses.replace(
+        micro, loss=micro.loss.detach(), terms={
+            key: [term.detach() for term in terms]
+            for key, terms in micro.terms.items()})
 
 
 class GuardedStep:
-    """Evidence and decision of one optimizer's steps.
+    """Evidence, decision and rollback of one optimizer's steps.
 
     Args:
         model: The bare model, without a distributed wrapper.
@@ -59,8 +79,16 @@ class GuardedStep:
         stop: Stop rule.
         clock: Returns epoch (or None) and global iteration, both from 1.
         rank: Process of a distributed run.
-        agree: Turns this rank's "a loss was bad" into the answer that all
-            ranks share. Called after a failure only.
+        agree: Turns "it began here" into the list of ranks where it began.
+            Called after a failure only. None in a single process, where
+            exceptions of a forward are looked into as well.
+        others: State outside of the model that a forward advances, as for
+            :class:`~mmdet_nanfix.transaction.Transaction`.
+        sharded: Parameters are shards that cannot carry an anchor: the flag
+            is left in :attr:`flag` for the host to fold in.
+
+    Attributes:
+        flag: 0 or NaN for the window so far, where sharded.
     """
 
     def __init__(self,
@@ -70,18 +98,27 @@ class GuardedStep:
                  stop: StopRule,
                  clock: Callable[[], Any],
                  rank: int = 0,
-                 agree: Callable[[bool], bool] = bool) -> None:
+                 agree: Optional[Callable[[bool], List[int]]] = None,
+                 others: Sequence[Callable[[], Undo]] = (),
+                 sharded: bool = False) -> None:
         self.model = model
         self.scale = scale
         self.stop = stop
+        self.flag: Optional[Tensor] = None
         self._clock = clock
         self._rank = rank
         self._agree = agree
+        self._sharded = sharded
         self._parts = Parts(model)
         self._optimizer = optimizer
         self._anchor = Anchor(self._candidates)
         self._losses: Mapping[str, Any] = {}
         self._window: List[_MicroStep] = []
+        self._transaction = Transaction(model, others)
+        self._raised: Optional[Raised] = None
+        # Buffers that hold infinities on purpose, by name.
+        self.exempt: Set[str] = set(self._bad_buffers())
+        self._poison: List[Tensor] = []
 
     def _candidates(self) -> List[nn.Parameter]:
         """What may carry the anchor now, in the order of the model."""
@@ -90,40 +127,144 @@ class GuardedStep:
         return [parameter for parameter in self.model.parameters()
                 if id(parameter) in optimized]
 
+    def _buffers(self) -> Dict[str, Tensor]:
+        """Buffers that are watched, as they are now, by name."""
+        return {name: buffer for name, buffer in self.model.named_buffers()
+                if buffer.is_floating_point() and buffer.numel()
+                and buffer.layout == torch.strided
+                and name not in getattr(self, 'exempt', ())}
+
+    def _bad_buffers(self) -> List[str]:
+        """Names of watched buffers that are not finite; one read."""
+        buffers = self._buffers()
+        names = list(buffers)
+        return [names[i] for i in bad_tensors(list(buffers.values()))]
+
+    @property
+    def must_skip(self) -> bool:
+        """Whether the window lacks gradients, so that none can be checked."""
+        return any(micro.raised is not None for micro in self._window)
+
+    @property
+    def window_open(self) -> bool:
+        """Whether a window has begun and is not decided yet."""
+        return bool(self._window)
+
+    def taint(self, flag: Tensor) -> None:
+        """Make the step of the coming backward fail where a flag is NaN.
+
+        For what was mended on the way so that all ranks could go on.
+
+        Args:
+            flag: Scalar, 0 or NaN.
+        """
+        self._poison.append(flag)
+
     @contextlib.contextmanager
     def watch(self, module: Optional[nn.Module] = None) -> Iterator[None]:
         """Take in the losses that the model returns within this region.
 
-        The hook is on the module for the length of one forward, so that
-        copies of the model never carry it.
+        The region is the forward of one micro-step; the first of a window
+        begins the transaction. The hook is on the module for the length of
+        one forward, so that copies of the model never carry it. In a single
+        process a forward that raises because of non-finite numbers or of a
+        bad annotation returns a NaN loss instead.
 
         Args:
             module: What is called, if not the model itself.
         """
-        self._losses = {}
-        handle = (module or self.model).register_forward_hook(self._take)
+        if self._window:
+            self._transaction.mark_rng()
+        else:
+            self._transaction.begin()
+        self._losses, self._raised, self._poison = {}, None, []
+        module = module or self.model
+        handle = module.register_forward_hook(self._take)
+        try:
+            with self._catching(module) if self._agree is None else (
+                    contextlib.nullcontext()):
+                yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def _catching(self, module: nn.Module) -> Iterator[None]:
+        """Let the module's forward pass through :meth:`_try`."""
+        own = module.__dict__.get('forward')
+        forward = module.forward
+
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            return self._try(module, forward, args, kwargs)
+
+        module.__dict__['forward'] = caught
         try:
             yield
         finally:
-            handle.remove()
+            if own is None:
+                del module.__dict__['forward']
+            else:
+                module.__dict__['forward'] = own
+
+    def _try(self, module: nn.Module, forward: Callable[..., Any],
+             args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        rng = self._transaction.rng_now()
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            raised = why(error, module, forward, args, kwargs, rng,
+                         self._transaction.reset)
+            self._transaction.reset()
+            if raised is None:
+                raise
+            self._raised = raised
+        device = next((parameter.device for parameter in
+                       module.parameters()), torch.device('cpu'))
+        return {'loss': torch.full((), math.nan, device=device)}
 
     def _take(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Mapping):
             self._losses = output
 
-    def attach(self, loss: Tensor) -> Tensor:
+    def attach(self, loss: Tensor) -> Optional[Tensor]:
         """Return what to call ``backward`` on; no device sync.
 
         Args:
             loss: Scalar, unscaled.
+
+        Returns:
+            None where there is nothing to go back through: the forward
+            raised, and the step will be skipped.
         """
         if self._window:
             self._parts.note_owners(self._window[-1].terms)
             self._window[-1] = _detached(self._window[-1])
-        terms = loss_terms(self._losses)
-        self._window.append(_MicroStep(loss, terms))
+        terms = {} if self._raised else loss_terms(self._losses)
+        self._window.append(_MicroStep(loss, terms, self._raised))
         self._losses = {}
-        return self._anchor.attach(loss, tuple(terms))
+        if self._raised is not None:
+            return None
+        flags = [flag_of(list(self._buffers().values()), loss.device),
+                 *self._poison]
+        flag = _sum([flag for flag in flags if flag is not None])
+        if not self._sharded:
+            return self._anchor.attach(loss, tuple(terms), flag)
+        value = loss.detach()
+        self.flag = _sum([item for item in (
+            self.flag, value - value, flag) if item is not None])
+        return loss
+
+    def loss_is_bad(self) -> bool:
+        """Whether the last loss is not finite; one read from the device.
+
+        For hosts that must know before the backward.
+        """
+        return bool(bad_tensors([self._window[-1].loss]))
+
+    def give_up(self) -> None:
+        """Skip the window without the backward of its last micro-step."""
+        self._window[-1].raised = Raised('', None, None, None, [])
 
     def judge(self, found_inf: bool) -> Verdict:
         """Decide on an optimizer step and update scale and counters.
@@ -134,35 +275,66 @@ class GuardedStep:
 
         Returns:
             The verdict. A healthy step costs no device sync; a failed one
-            three to four reads.
+            four to five reads, and takes back what the forwards changed.
         """
         window, self._window = self._window, []
-        before = self.scale.scale
+        self.flag = None
         if not found_inf:
+            self._transaction.commit()
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
+        before = self.scale.scale
         micro, loss_bad = _worst(window)
-        losses_finite = not self._agree(loss_bad)
-        after = self.scale.update(losses_finite, grads_finite=False)
+        bad_buffers = self._bad_buffers()
+        here = loss_bad or bool(bad_buffers)
+        ranks = ([self._rank] if here else []) if self._agree is None else (
+            self._agree(here))
+        after = self.scale.update(losses_finite=not ranks,
+                                  grads_finite=False)
         # Layers may have been unfrozen or added since the last look.
         self._parts = Parts(self.model, self._parts)
-        # A loss that was bad on another rank only shows in the anchor here.
-        flagged = loss_bad or not losses_finite
-        heads = self._heads(micro, flagged)
+        heads = self._heads(micro, bool(ranks))
+        where = self._where(heads, loss_bad, bad_buffers, bool(ranks))
+        note = self._masks(bad_buffers) if where.phase == 'buffers' else None
+        self._transaction.rollback()
         stop = self.stop.update(skipped=True)
+        raised = micro.raised if micro else None
+        if raised is not None and raised.error:
+            where = self._where_raised(raised)
         epoch, iteration = self._clock()
         incident = Incident(
             rank=self._rank,
             epoch=epoch,
             iter=iteration,
-            where=self._where(heads, flagged),
+            where=where,
             heads=heads,
             loss_scale=LossScaleChange(before, after),
             action='aborted' if stop else 'skipped',
             counts=Counts(self.stop.consecutive, self.stop.total,
-                          self.stop.steps))
-        return Verdict(incident, stop)
+                          self.stop.steps),
+            images=[bad.to_image() for bad in raised.bad] or None if (
+                raised) else None,
+            error=raised.error or None if raised else None,
+            ranks=ranks or None if self._agree is not None else None)
+        return Verdict(incident, stop, note)
+
+    def _masks(self, names: List[str]) -> Optional[str]:
+        """Exempt buffers that look like masks, filled in a forward."""
+        buffers = self._buffers()
+        masks = [name for name in names if _is_mask(buffers[name])]
+        self.exempt.update(masks)
+        if not masks:
+            return None
+        return (f'buffer {masks[0]} was filled with infinities that look like'
+                ' a mask; it is not watched from here on')
+
+    def _where_raised(self, raised: Raised) -> Where:
+        module = raised.module
+        return Where(phase='forward', module=module, op=raised.op,
+                     source=raised.source, head=(
+                         self._parts.owner_of_name(f'{module}.')
+                         if module else None))
 
     def _heads(self, micro: Optional[_MicroStep],
                flagged: bool) -> Dict[str, HeadState]:
@@ -174,8 +346,8 @@ class GuardedStep:
                      if own or parameters[i] is not self._anchor.parameter]
         return self._parts.state(micro.terms if micro else {}, bad_grads)
 
-    def _where(self, heads: Mapping[str, HeadState],
-               flagged: bool) -> Where:
+    def _where(self, heads: Mapping[str, HeadState], loss_bad: bool,
+               bad_buffers: List[str], flagged: bool) -> Where:
         """Phase and head as far as they show without a replay."""
         weights = self._parts.bad_weights()
         if weights:
@@ -191,15 +363,43 @@ class GuardedStep:
             return Where(phase='loss',
                          head=None if shared or name == UNKNOWN else name,
                          kind=kind_of(state.losses[state.bad_losses[0]]))
+        if bad_buffers and not loss_bad:
+            return Where(phase='buffers', module=bad_buffers[0],
+                         head=self._parts.owner_of_name(bad_buffers[0]))
         if flagged:
             return Where(phase='loss')
         return Where(phase='backward', head=_first_backward(heads))
 
 
-def _worst(window: List[_MicroStep]) -> Any:
-    """The first micro-step with a bad loss, else the last; one read."""
+def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
+    """Sum of scalars, or None for none."""
+    total = None
+    for scalar in scalars:
+        total = scalar if total is None else total + scalar
+    return total
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    """Infinities of one sign, no NaN, and one finite value beside them.
+
+    No running statistic looks like that.
+    """
+    infinite = torch.isinf(buffer)
+    rest = buffer[~infinite]
+    return bool(infinite.any() and rest.numel() and (rest == rest[0]).all()
+                and len(buffer[infinite].unique()) == 1)
+
+
+def _worst(window: List[_MicroStep]) -> Tuple[Optional[_MicroStep], bool]:
+    """The micro-step to show, and whether its loss is bad; one read.
+
+    One that raised, else the first with a bad loss, else the last.
+    """
     if not window:
         return None, False
+    for micro in window:
+        if micro.raised is not None:
+            return micro, True
     bad = bad_tensors([micro.loss for micro in window])
     return (window[bad[0]], True) if bad else (window[-1], False)
 

@@ -20,7 +20,7 @@ from mmdet_nanfix.records import (
 )
 
 KEYS = {'schema', 'time', 'rank', 'epoch', 'iter', 'where', 'heads', 'images',
-        'loss_scale', 'cause', 'action', 'counts'}
+        'loss_scale', 'cause', 'action', 'counts', 'error', 'ranks'}
 
 
 def incident(iteration=7, value=math.nan):

@@ -1,0 +1,178 @@
+"""What the guard costs a healthy step, beside the stock class and others.
+
+``python bench/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2 images
+of 320x240, BatchNorm trained) with interleaved steps of each kind and prints
+for each the median of its time ratios to the stock step next to it, and what
+one step calls: aten operations as they reach the device, operations counted
+by the profiler, and reads from the device.
+
+On a machine without a GPU stock is the stock class with its device check
+bypassed, over the emulation of CUDA's autocast (``bench/stock.py``).
+
+The rivals watch every step: torch's anomaly mode, a finite check in a
+forward hook of every module, and the debugging tool of ``transformers``,
+where that is installed.
+"""
+import argparse
+import collections
+import contextlib
+import copy
+import statistics
+import time
+from typing import Any, Callable, ContextManager, Dict, Iterator, List
+
+import torch
+from emulation_cost import detector
+from mmdet.testing import demo_mm_inputs
+from mmdet.utils import register_all_modules
+from mmengine.optim import build_optim_wrapper
+from stock import stock_on_cpu
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mmdet_nanfix  # noqa: F401  registers
+
+__all__ = ['Calls', 'Side', 'count', 'sides']
+
+READS = ('_local_scalar_dense', 'nonzero', 'equal', 'is_nonzero')
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of a region, and the reads among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Dict[str, int] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        self.by_name[func._schema.name[len('aten::'):]] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        """All operations."""
+        return sum(self.by_name.values())
+
+    @property
+    def reads(self) -> int:
+        """Those that wait for the device."""
+        return sum(self.by_name[name] for name in READS)
+
+
+class Side:
+    """One way to train the same model on the same batch.
+
+    Args:
+        model: It gets a copy.
+        kind: Type of the optimizer wrapper.
+        around: Entered around each step.
+        **settings: Of the wrapper.
+    """
+
+    def __init__(self, model: nn.Module, kind: str,
+                 around: Callable[[nn.Module], ContextManager[Any]] = (
+                     lambda model: contextlib.nullcontext()),
+                 **settings: Any) -> None:
+        self.model = copy.deepcopy(model)
+        self.wrapper = build_optim_wrapper(self.model, dict(
+            type=kind, optimizer=dict(type='SGD', lr=1e-4, momentum=.9),
+            loss_scale=dict(init_scale=64.), **settings))
+        if kind == 'AmpOptimWrapper':
+            self.wrapper.loss_scaler.set_growth_interval(500)
+        self._around = around
+
+    def step(self, batch: Any) -> float:
+        """Seconds of one training step."""
+        batch = copy.deepcopy(batch)
+        with self._around(self.model):
+            begin = time.perf_counter()
+            self.model.train_step(batch, self.wrapper)
+            return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _forward_hooks(model: nn.Module) -> Iterator[None]:
+    """A finite check of what every module returns."""
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and (
+                not torch.isfinite(output).all()):
+            raise FloatingPointError(type(module).__name__)
+
+    handles = [module.register_forward_hook(look)
+               for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _anomaly(model: nn.Module) -> ContextManager[Any]:
+    return torch.autograd.detect_anomaly(check_nan=True)
+
+
+def sides() -> Dict[str, Side]:
+    """Stock, ours and the rivals that are installed."""
+    model = detector()
+    stock = 'AmpOptimWrapper'
+    found = {
+        'stock': Side(model, stock),
+        'guarded': Side(model, 'NanSafeAmpOptimWrapper'),
+        'anomaly mode': Side(model, stock, _anomaly),
+        'forward hooks': Side(model, stock, _forward_hooks),
+    }
+    try:
+        from transformers.debug_utils import DebugUnderflowOverflow
+    except ImportError:
+        return found
+    rival = Side(model, stock)
+    DebugUnderflowOverflow(rival.model)
+    return {**found, 'DebugUnderflowOverflow': rival}
+
+
+def count(side: Side, batch: Any) -> Dict[str, int]:
+    """Operations and reads of one step."""
+    with Calls() as calls:
+        side.step(batch)
+    with torch.profiler.profile() as profile:
+        side.step(batch)
+    profiled = sum(event.count for event in profile.key_averages()
+                   if event.key.startswith('aten::'))
+    return {'aten': calls.total, 'profiled': profiled, 'reads': calls.reads}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--steps', type=int, default=200)
+    steps = parser.parse_args().steps
+    register_all_modules()
+    batch = demo_mm_inputs(2, (3, 240, 320), num_items=[5, 5], num_classes=3)
+    with stock_on_cpu():
+        every = sides()
+        times: Dict[str, List[float]] = {name: [] for name in every}
+        for index in range(steps + 2):
+            # Each in turn goes first: what runs after another is slower.
+            names = list(every)
+            names = names[index % len(names):] + names[:index % len(names)]
+            for name in names:
+                torch.manual_seed(index)
+                seconds = every[name].step(batch)
+                if index >= 2:
+                    times[name].append(seconds)
+        counts = {name: count(side, batch) for name, side in every.items()}
+    print(f'{steps} interleaved steps; stock: median '
+          f'{statistics.median(times["stock"]):.3f} s')
+    print(f'{"":24}{"time":>8}{"aten":>8}{"profiled":>10}{"reads":>7}')
+    for name in every:
+        ratio = statistics.median(
+            own / stock for own, stock in zip(times[name], times['stock']))
+        said = counts[name]
+        print(f'{name:24}{ratio:8.3f}{said["aten"]:8}{said["profiled"]:10}'
+              f'{said["reads"]:7}')
+
+
+if __name__ == '__main__':
+    main()

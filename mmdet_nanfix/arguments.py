@@ -1,0 +1,78 @@
+"""Arguments of an optimizer wrapper, checked and turned into parts."""
+from typing import Any, Dict, Tuple, Union
+
+import torch
+
+from .policy import LossScaleSettings
+
+__all__ = ['checked_dtype', 'device_of', 'scaler_for', 'split_settings']
+
+_STOP_SETTINGS = ('max_consecutive', )
+_DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
+
+
+def checked_dtype(dtype: Union[str, torch.dtype, None]) -> torch.dtype:
+    """The autocast dtype; None is float16.
+
+    Raises:
+        TypeError: Neither a name nor a ``torch.dtype``.
+        ValueError: Another dtype than autocast takes.
+    """
+    if dtype is None:
+        return torch.float16
+    name = dtype if isinstance(dtype, str) else str(dtype)[len('torch.'):]
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise TypeError('Expected argument `dtype` to be a str or a '
+                        f'torch.dtype, but got {dtype!r}')
+    if name not in _DTYPES:
+        raise ValueError(f'Expected argument `dtype` to be one of {_DTYPES}, '
+                         f'but got {dtype!r}')
+    return getattr(torch, name)
+
+
+def split_settings(nanfix: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Settings of the loss scale and of the stop rule.
+
+    Raises:
+        TypeError: No dict, or a name that does not exist.
+    """
+    if nanfix is None:
+        return {}, {}
+    if not isinstance(nanfix, dict):
+        raise TypeError('Expected argument `nanfix` to be a dict of settings,'
+                        f' but got {nanfix!r}')
+    stop = {key: nanfix[key] for key in _STOP_SETTINGS if key in nanfix}
+    scale = {key: value for key, value in nanfix.items() if key not in stop}
+    accepted = (*_STOP_SETTINGS, *LossScaleSettings.__dataclass_fields__)
+    for key in scale:
+        if key not in accepted:
+            raise TypeError(f'`nanfix` has no setting {key!r}; accepted are '
+                            f'{", ".join(accepted)}')
+    return scale, stop
+
+
+def device_of(optimizer: Any) -> str:
+    """Device type of what is optimized; ``cpu`` for nothing."""
+    groups = getattr(optimizer, 'param_groups', [])
+    return next((parameter.device.type for group in groups
+                 for parameter in group['params']), 'cpu')
+
+
+def scaler_for(device: str, use_fsdp: bool, scale: float) -> Any:
+    """Torch's scaler: it scales, unscales and finds; we decide.
+
+    Raises:
+        RuntimeError: Half precision on a CPU with an old torch.
+    """
+    if use_fsdp:
+        from torch.distributed.fsdp.sharded_grad_scaler import (
+            ShardedGradScaler,
+        )
+        elsewhere = {} if device == 'cuda' else {'device': device}
+        return ShardedGradScaler(init_scale=scale, **elsewhere)
+    if device == 'cpu' and not hasattr(torch, 'get_autocast_dtype'):
+        raise RuntimeError('Half precision on a CPU needs torch 2.4 or newer,'
+                           f' but this is torch {torch.__version__}')
+    if hasattr(torch.amp, 'GradScaler'):
+        return torch.amp.GradScaler(device, init_scale=scale)
+    return torch.cuda.amp.GradScaler(init_scale=scale)

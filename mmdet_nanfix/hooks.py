@@ -1,0 +1,330 @@
+"""MMEngine's hooks: what the guarded step needs of a runner.
+
+The optimizer wrapper decides in the middle of a training step. What other
+hooks do after it (averaged models, printed losses, checkpoints) is guarded
+here.
+"""
+import math
+import weakref
+from typing import Any, Dict, Iterator, List, Optional
+
+import numpy as np
+import torch
+from mmengine.hooks import Hook, RuntimeInfoHook
+from mmengine.logging import HistoryBuffer
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.registry import HOOKS
+from torch import Tensor, nn
+
+from .arguments import split_settings
+from .engine import (
+    NanSafeAmpOptimWrapper,
+    NanSafeOptimWrapper,
+    StockAmpOptimWrapper,
+)
+from .finite import bad_tensors
+from .journal import warn
+from .transaction import Store
+
+__all__ = [
+    'NanGuardHook', 'NanfixRuntimeInfoHook', 'allow_resume',
+    'shadow_stock_names'
+]
+
+_GUARDED = (NanSafeOptimWrapper, NanSafeAmpOptimWrapper)
+
+
+def _guards(runner: Any) -> bool:
+    """Whether the runner's steps are guarded."""
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    return isinstance(wrapper, _GUARDED) and not wrapper._stock
+
+
+class NanfixRuntimeInfoHook(RuntimeInfoHook):
+    """MMEngine's hook, which every runner has, for guarded runs.
+
+    It reads every loss once an iteration anyway. A loss that is not finite
+    is left out of the printed means, and hooks after this one see the last
+    finite value in its place: such an iteration changes nothing, so that
+    there is nothing to abort for.
+    """
+
+    def before_run(self, runner: Any) -> None:
+        """Add the guard's hook where the config has none."""
+        super().before_run(runner)
+        if _guards(runner) and not any(
+                isinstance(hook, NanGuardHook) for hook in runner.hooks):
+            hook = NanGuardHook()
+            runner.register_hook(hook)
+            # It stands before this one, so that its turn has passed.
+            hook.before_run(runner)
+
+    def after_train_iter(self, runner: Any, batch_idx: int,
+                         data_batch: Any = None,
+                         outputs: Optional[Dict[str, Any]] = None) -> None:
+        """Log what is finite."""
+        if not _guards(runner) or outputs is None:
+            super().after_train_iter(runner, batch_idx, data_batch, outputs)
+            return
+        hub = runner.message_hub
+        skipped = runner.optim_wrapper.skipped
+        for key, value in outputs.items():
+            number = value.item() if isinstance(value, Tensor) else value
+            is_loss = 'loss' in key and isinstance(number, float)
+            if is_loss and not math.isfinite(number):
+                known = hub.log_scalars.get(f'train/{key}')
+                last = known.current() if known is not None else 0.
+                outputs[key] = torch.tensor(float(last))
+            elif not skipped:
+                hub.update_scalar(f'train/{key}', number)
+
+    def after_train(self, runner: Any) -> None:
+        """Let the wrapper print what it has not printed yet."""
+        super().after_train(runner)
+        if isinstance(runner.optim_wrapper, _GUARDED):
+            runner.optim_wrapper.close()
+
+
+@HOOKS.register_module()
+class NanGuardHook(Hook):
+    """Guards the training of any MMEngine runner.
+
+    With ``AmpOptimWrapper`` in MMDetection's scope it is there by itself;
+    in a config it turns the guard on for full precision and for other
+    scopes, and takes settings. A skipped step leaves nothing behind in what
+    hooks keep either: averaged models with their step counts, and mean
+    teachers. No checkpoint is written with non-finite state unannounced.
+
+    It costs nothing in a healthy iteration, but for a copy of the averaged
+    model in each window of gradient accumulation.
+
+    Args:
+        **settings: As ``nanfix`` of the wrapper, over which they win.
+
+    Raises:
+        TypeError: A setting that does not exist, or an optimizer wrapper
+            that cannot be guarded.
+        ValueError: A value that is impossible.
+    """
+
+    priority = 'HIGHEST'
+
+    def __init__(self, **settings: Any) -> None:
+        split_settings(settings)
+        self._settings = settings
+        self._store = Store()
+        self._kept = False
+        self._models: List[nn.Module] = []
+
+    def before_run(self, runner: Any) -> None:
+        """Guard the optimizer wrapper, once it is built."""
+        wrapper = getattr(runner, 'optim_wrapper', None)
+        if isinstance(wrapper, dict) or wrapper is None:
+            # Validation or test only.
+            return
+        adopt(wrapper, self._settings)
+        hooks = runner._hooks
+        for index, hook in enumerate(hooks):
+            if type(hook) is RuntimeInfoHook:
+                hooks[index] = NanfixRuntimeInfoHook()
+        runner.register_hook(_AfterOthers(self))
+
+    def before_train(self, runner: Any) -> None:
+        """Look which hooks keep models of their own."""
+        self._models = [
+            value for hook in runner.hooks for value in vars(hook).values()
+            if isinstance(value, nn.Module) and value is not runner.model
+            and value is not getattr(runner.model, 'module', None)]
+
+    def before_train_iter(self, runner: Any, batch_idx: int,
+                          data_batch: Any = None) -> None:
+        """Keep averaged models at the start of an accumulation window."""
+        wrapper = runner.optim_wrapper
+        if not _guards(runner):
+            return
+        wrapper.skipped = False
+        if wrapper._accumulative_counts > 1 and not wrapper.window_open:
+            self._keep(runner)
+
+    def after_train_iter(self, runner: Any, batch_idx: int,
+                         data_batch: Any = None,
+                         outputs: Optional[Dict[str, Any]] = None) -> None:
+        """Keep averaged models before other hooks update them."""
+        if _guards(runner) and runner.optim_wrapper.skipped and (
+                runner.optim_wrapper._accumulative_counts == 1):
+            self._keep(runner)
+
+    def _keep(self, runner: Any) -> None:
+        self._kept = True
+        self._store.copy(list(self._state(runner)))
+
+    def _state(self, runner: Any) -> Iterator[Tensor]:
+        """What hooks may update: no optimizer's parameters, all else."""
+        optimized = {
+            id(parameter)
+            for group in runner.optim_wrapper.param_groups
+            for parameter in group['params']}
+        for module in (runner.model, *self._models):
+            for tensor in (*module.parameters(), *module.buffers()):
+                if id(tensor) not in optimized and tensor.numel() and (
+                        not tensor.requires_grad
+                        or module is not runner.model):
+                    yield tensor
+
+    def restore(self, runner: Any) -> None:
+        """Take back what hooks did in a skipped step."""
+        if self._kept and runner.optim_wrapper.skipped:
+            self._store.restore()
+        if not runner.optim_wrapper.window_open:
+            self._kept = False
+
+
+class _AfterOthers(Hook):
+    """The guard's second turn: after other hooks, before checkpoints.
+
+    Args:
+        guard: The hook that has the first turn.
+    """
+
+    priority = 89
+
+    def __init__(self, guard: NanGuardHook) -> None:
+        self._guard = guard
+
+    def after_train_iter(self, runner: Any, batch_idx: int,
+                         data_batch: Any = None,
+                         outputs: Optional[Dict[str, Any]] = None) -> None:
+        """Take back what other hooks did in a skipped step."""
+        if _guards(runner):
+            self._guard.restore(runner)
+
+    def before_save_checkpoint(self, runner: Any,
+                               checkpoint: Dict[str, Any]) -> None:
+        """Say what in it is not finite; one read from each device."""
+        exempt = {f'{prefix}{name}' for name in getattr(
+            runner.optim_wrapper, 'exempt', ())
+            for prefix in ('state_dict.', 'ema_state_dict.module.')}
+        named = {name: tensor for name, tensor in _tensors(
+            {key: checkpoint.get(key) for key in (
+                'state_dict', 'ema_state_dict', 'optimizer')})
+            if name not in exempt}
+        names = list(named)
+        bad = [names[i] for i in bad_tensors(list(named.values()))]
+        if bad:
+            warn(f'the checkpoint of iter {runner.iter + 1} holds '
+                 f'{len(bad)} tensors that are not finite: '
+                 f'{", ".join(bad[:3])}{", ..." if len(bad) > 3 else ""}')
+
+
+def _tensors(value: Any, path: str = '') -> Iterator[Any]:
+    """Tensors of nested dicts and lists, with where they are."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else (
+            enumerate(value))
+        for key, item in items:
+            yield from _tensors(item, f'{path}.{key}' if path else str(key))
+
+
+def adopt(wrapper: Any, settings: Dict[str, Any]) -> None:
+    """Turn an optimizer wrapper into a guarded one, where it stands.
+
+    Schedulers hold the wrapper itself, so that a new one would leave them
+    behind. A wrapper that is guarded already takes the settings.
+
+    Args:
+        wrapper: Of a runner.
+        settings: As ``nanfix`` of the wrapper; they win over its own.
+
+    Raises:
+        TypeError: A wrapper that cannot be guarded.
+    """
+    kind = type(wrapper)
+    if isinstance(wrapper, _GUARDED):
+        if settings:
+            wrapper.guard_with(settings)
+        return
+    if kind in (AmpOptimWrapper, StockAmpOptimWrapper):
+        scaler = wrapper.loss_scaler
+        wrapper._loss_scale = {
+            'init_scale': float(scaler.get_scale()),
+            'growth_factor': scaler.get_growth_factor(),
+            'backoff_factor': scaler.get_backoff_factor(),
+            'growth_interval': scaler.get_growth_interval(),
+        } if scaler.is_enabled() else {'enabled': False}
+        wrapper._use_fsdp = type(scaler).__name__ == 'ShardedGradScaler'
+        wrapper._scale_update_param = None
+        wrapper._nanfix = {}
+        wrapper.cast_dtype = wrapper.cast_dtype or torch.float16
+        wrapper.__class__ = NanSafeAmpOptimWrapper
+    elif kind is OptimWrapper:
+        wrapper.__class__ = NanSafeOptimWrapper
+    else:
+        what = 'several optimizers' if isinstance(
+            wrapper, OptimWrapperDict) else kind.__name__
+        raise TypeError(
+            f'NanGuardHook cannot guard {what}: it takes OptimWrapper, '
+            'AmpOptimWrapper and the NanSafe wrappers; remove it from the '
+            'hooks, or set optim_wrapper.type to one of them')
+    wrapper.guard_with(settings)
+    if 'step' in wrapper.__dict__:
+        # A scheduler has bound the step of the class before.
+        wrapper.step = _counted(wrapper)
+
+
+def _counted(wrapper: Any) -> Any:
+    """The step with the count that MMEngine's schedulers keep."""
+    # A cycle would keep the optimizer alive, as it would in torch.
+    alive = weakref.ref(wrapper)
+
+    def step(**kwargs: Any) -> None:
+        instance: Any = alive()
+        instance._global_step += 1
+        type(instance).step(instance, **kwargs)
+
+    step._with_counter = True  # type: ignore[attr-defined]
+    return step
+
+
+def allow_resume() -> None:
+    """Let ``torch.load`` read what MMEngine's checkpoints hold.
+
+    From torch 2.6 on it reads weights only unless told otherwise, and
+    MMEngine 0.10.7 does not tell it: resuming fails at the message hub's
+    histories. These are numbers in numpy arrays; nothing that could run
+    code is allowed.
+    """
+    if not hasattr(torch.serialization, 'add_safe_globals'):
+        return
+    kinds = {type(np.dtype(name)) for name in (
+        'float64', 'float32', 'int64', 'int32', 'bool')}
+    rebuild = np.empty(0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    torch.serialization.add_safe_globals([
+        HistoryBuffer, np.ndarray, np.dtype, rebuild, scalar, *kinds])
+
+
+def shadow_stock_names(guarded: bool = True) -> None:
+    """Make mmdet's scope resolve two of MMEngine's names to ours.
+
+    ``AmpOptimWrapper`` and ``RuntimeInfoHook``.
+
+    Only in mmdet's own registry: MMEngine's, and so every other scope,
+    keeps the stock class.
+
+    Args:
+        guarded: False keeps the stock behaviour.
+
+    Raises:
+        ImportError: mmdet is not installed.
+    """
+    from mmdet.registry import HOOKS as MMDET_HOOKS
+    from mmdet.registry import OPTIM_WRAPPERS as MMDET_OPTIM_WRAPPERS
+
+    MMDET_OPTIM_WRAPPERS.register_module(
+        name='AmpOptimWrapper', force=True,
+        module=NanSafeAmpOptimWrapper if guarded else StockAmpOptimWrapper)
+    if guarded:
+        MMDET_HOOKS.register_module(
+            name='RuntimeInfoHook', force=True, module=NanfixRuntimeInfoHook)

@@ -1,0 +1,54 @@
+import math
+
+import pytest
+import torch
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import HorizontalBoxes
+from mmengine.structures import InstanceData
+
+from mmdet_nanfix.annotations import bad_annotations, without
+
+GOOD = [1., 1., 5., 5.]
+
+
+def sample(boxes, labels=None, wrap=False):
+    boxes = torch.tensor(boxes).reshape(-1, 4)
+    out = DetDataSample(metainfo=dict(img_path='a.jpg', img_id=7))
+    out.gt_instances = InstanceData(
+        bboxes=HorizontalBoxes(boxes) if wrap else boxes,
+        labels=torch.tensor(labels if labels is not None
+                            else [0] * len(boxes), dtype=torch.long))
+    return out
+
+
+@pytest.mark.parametrize('wrap', [False, True])
+@pytest.mark.parametrize('box, label, what', [
+    ([1., 1., math.nan, 5.], 0, 'not finite'),
+    ([1., 1., math.inf, 5.], 0, 'not finite'),
+    ([1., 1., 1., 5.], 0, 'zero size 0 x 4'),
+    ([5., 1., 1., 5.], 0, 'negative size -4 x 4'),
+    (GOOD, 3, 'label 3 is outside of 0 to 2'),
+    (GOOD, -1, 'label -1'),
+])
+def test_what_is_bad(box, label, what, wrap):
+    samples = [sample([GOOD]), sample([GOOD, box], [1, label], wrap)]
+    (found, ) = bad_annotations(samples, num_classes=3)
+    assert (found.sample, found.index, found.label) == (1, 1, label)
+    assert what in found.what
+    image = found.to_image()
+    assert (image['img_path'], image['img_id']) == ('a.jpg', 7)
+    assert image['annotation']['index'] == 1
+    kept = without(samples, [found])
+    assert [len(item.gt_instances) for item in kept] == [1, 1]
+    assert len(samples[1].gt_instances) == 2
+    assert not list(bad_annotations(kept, num_classes=3))
+
+
+@pytest.mark.parametrize('samples', [
+    None, 3, [], [object()], [sample([])], [sample([GOOD, GOOD])]])
+def test_what_is_fine_or_unknown(samples):
+    assert list(bad_annotations(samples, num_classes=3)) == []
+
+
+def test_labels_above_are_unchecked_without_a_number_of_classes():
+    assert list(bad_annotations([sample([GOOD], [99])])) == []

@@ -1,0 +1,220 @@
+import collections
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmdet_nanfix.transaction import Rng, Store, Transaction
+
+
+class Sampler:
+    """A plain object, as assigners and samplers are."""
+
+    def __init__(self):
+        self.threshold = .5
+        self.seen = []
+        self.rng = random.Random(0)
+        self.dice = np.random.default_rng(0)
+
+
+class Unknown(nn.Module):
+    """State of every kind, changed in every way, in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('kept', torch.zeros(3))
+        self.register_buffer('count', torch.zeros((), dtype=torch.long))
+        self.register_buffer('replaced', torch.ones(2))
+        self.register_buffer('grown', torch.ones(2))
+        self.register_buffer('absent', None)
+        self.counter = 0
+        self.history = [1., [2.]]
+        self.table = collections.OrderedDict(a=[1])
+        self.recent = collections.deque([1, 2], maxlen=2)
+        self.labels = {1}
+        self.array = np.zeros(2)
+        self.plain = torch.zeros(2)
+        self.sampler = Sampler()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self):
+        self.kept += 1
+        self.count += 1
+        self.replaced = self.replaced * 2
+        self.grown.resize_(4).fill_(7.)
+        self.absent = torch.ones(1)
+        self.register_buffer('late', torch.ones(1))
+        self.child = nn.BatchNorm1d(2)
+        self.counter += 1
+        self.fresh = 'new'
+        self.history[1].append(3.)
+        self.history.append(4.)
+        self.table['a'].append(2)
+        self.table['b'] = 1
+        self.recent.append(3)
+        self.labels.add(2)
+        self.array += 1
+        self.plain.add_(1)
+        self.sampler.threshold = .9
+        self.sampler.seen.append(1)
+        return (self.sampler.rng.random(), self.sampler.dice.random(),
+                random.random(), np.random.rand(), torch.rand(1).item())
+
+
+def picture(model):
+    """All of the state, as plain values."""
+    return {
+        **{name: buffer.tolist() for name, buffer in model.named_buffers()},
+        'modules': [name for name, _ in model.named_modules()],
+        'attributes': sorted(model.__dict__),
+        'plain': [model.counter, model.history, dict(model.table),
+                  list(model.recent), model.labels, model.array.tolist(),
+                  model.plain.tolist(), model.sampler.threshold,
+                  model.sampler.seen, model.absent],
+    }
+
+
+@pytest.mark.parametrize('nested', [False, True])
+def test_everything_that_a_forward_changes_is_taken_back(nested):
+    inner = Unknown()
+    model = nn.Sequential(nn.Linear(1, 1), inner) if nested else inner
+    before = str(picture(inner))
+    replaced, history = inner.replaced, inner.history[1]
+    transaction = Transaction(model)
+    transaction.begin()
+    drawn = inner()
+    assert str(picture(inner)) != before
+    transaction.rollback()
+    assert str(picture(inner)) == before
+    # The same objects, not copies of them.
+    assert inner.replaced is replaced and inner.history[1] is history
+    # All generators draw the same again.
+    assert inner() == drawn
+
+
+def test_what_was_accepted_stays():
+    model = Unknown()
+    transaction = Transaction(model)
+    transaction.begin()
+    model()
+    transaction.commit()
+    transaction.rollback()
+    assert model.counter == 1 and model.kept.tolist() == [1, 1, 1]
+
+
+def test_good_bad_good():
+    model = Unknown()
+    transaction = Transaction(model)
+    for good in (True, False, False, True):
+        transaction.begin()
+        model.kept += 1
+        model.history.append(good)
+        (transaction.commit if good else transaction.rollback)()
+    assert model.kept.tolist() == [2, 2, 2]
+    assert model.history[2:] == [True, True]
+
+
+def test_a_list_made_in_an_earlier_step_is_known_in_the_next():
+    model = Unknown()
+    transaction = Transaction(model)
+    transaction.begin()
+    model.history = [[0]]
+    transaction.commit()
+    transaction.begin()
+    model.history[0].append(1)
+    transaction.rollback()
+    assert model.history == [[0]]
+
+
+def test_parameters_are_not_copied():
+    model = Unknown()
+    transaction = Transaction(model)
+    transaction.begin()
+    with torch.no_grad():
+        model.weight.fill_(3.)
+    transaction.rollback()
+    assert model.weight.item() == 3
+
+
+def test_state_elsewhere_is_taken_back_too():
+    elsewhere = [1]
+
+    def begin():
+        saved = list(elsewhere)
+        return lambda: elsewhere.__setitem__(slice(None), saved)
+
+    transaction = Transaction(nn.Linear(1, 1), [begin])
+    transaction.begin()
+    elsewhere.append(2)
+    transaction.rollback()
+    assert elsewhere == [1]
+
+
+def test_a_later_mark_of_the_generators_wins():
+    """Data loading between micro-steps must not repeat its draws."""
+    transaction = Transaction(nn.Linear(1, 1))
+    transaction.begin()
+    torch.rand(1)
+    transaction.mark_rng()
+    wanted = torch.rand(3)
+    transaction.rollback()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_expanded_and_shared_buffers():
+    model = nn.Module()
+    model.register_buffer('wide', torch.zeros(1).expand(3))
+    model.register_buffer('one', torch.zeros(2))
+    model.other = model.one
+    transaction = Transaction(model)
+    transaction.begin()
+    model.one += 1
+    transaction.rollback()
+    assert model.wide.tolist() == [0, 0, 0]
+    assert model.one.tolist() == [0, 0] and model.other is model.one
+
+
+def test_the_store_uses_its_memory_again():
+    store, tensor = Store(), torch.zeros(2)
+    store.copy([tensor])
+    (first, ) = store._held.values()
+    store.copy([tensor])
+    assert next(iter(store._held.values()))[1] is first[1]
+    other = torch.ones(2)
+    store.copy([other])
+    assert list(store._held) == [id(other)]
+
+
+def test_machinery_and_cycles_are_left_alone():
+    import logging
+    import threading
+    model = nn.Module()
+    model.logger, model.lock = logging.getLogger('x'), threading.Lock()
+    model.me, model.loop = model, []
+    model.loop.append(model.loop)
+    transaction = Transaction(model)
+    transaction.begin()
+    model.logger.disabled = True
+    transaction.rollback()
+    assert model.logger.disabled
+    model.logger.disabled = False
+
+
+def test_rng_of_all_kinds():
+    rng = Rng()
+    first = (random.random(), np.random.rand(), torch.rand(1).item())
+    rng.restore()
+    assert first == (random.random(), np.random.rand(),
+                     torch.rand(1).item())
+
+
+def test_one_fused_copy_for_each_dtype():
+    from overhead import Calls
+    model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(10)])
+    transaction = Transaction(model)
+    transaction.begin()
+    with Calls() as calls:
+        transaction.begin()
+    assert dict(calls.by_name) == {'_foreach_copy_': 2}

@@ -1,0 +1,162 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from test_annotations import GOOD, sample
+from torch import nn
+
+from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.transaction import Rng
+from mmdet_nanfix.trial import FiniteOnly, why
+
+
+class Raiser(nn.Module):
+    """Raises in the way that it is told to."""
+
+    num_classes = 3
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs, data_samples=None):
+        x = self.linear(inputs)
+        return getattr(self, self.how)(x, data_samples)
+
+    def matching(self, x, samples):
+        return linear_sum_assignment(x.detach().numpy())
+
+    def bce(self, x, samples):
+        with torch.autocast('cpu', enabled=False):
+            return F.binary_cross_entropy(x.float().sigmoid(),
+                                          torch.zeros(2, 2))
+
+    def to_int(self, x, samples):
+        return int(x.sum())
+
+    def one_hot(self, x, samples):
+        labels = torch.cat([s.gt_instances.labels for s in samples])
+        return F.one_hot(labels, 3)
+
+    def index(self, x, samples):
+        return torch.zeros(3)[samples[0].gt_instances.labels]
+
+    def asserting(self, x, samples):
+        assert not torch.isnan(x).any()
+
+    def boxes(self, x, samples):
+        for item in samples:
+            box = item.gt_instances.bboxes
+            if (box[:, 2] <= box[:, 0]).any():
+                raise ValueError('empty box')
+
+    def typo(self, x, samples):
+        x.masked_fill(x > 0, -math.inf)
+        return x.no_such_thing
+
+    def own_check(self, x, samples):
+        raise ValueError('a user wrote this')
+
+    def no_memory(self, x, samples):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+
+def reason(how, inputs, samples=None, autocast=False):
+    model = Raiser(how)
+
+    def forward(*args, **kwargs):
+        if autocast:
+            with cuda_autocast():
+                return Raiser.forward(model, *args, **kwargs)
+        return Raiser.forward(model, *args, **kwargs)
+
+    args, kwargs = (inputs, ), dict(data_samples=samples)
+    rng = Rng()
+    try:
+        forward(*args, **kwargs)
+    except Exception as error:
+        return why(error, model, forward, args, kwargs, rng, lambda: None)
+    raise AssertionError('it did not raise')
+
+
+BAD = torch.full((2, 2), math.nan)
+FINE = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize('how', ['matching', 'bce', 'to_int', 'asserting'])
+@pytest.mark.parametrize('autocast', [False, True])
+def test_non_finite_numbers(how, autocast):
+    raised = reason(how, BAD, autocast=autocast)
+    assert raised.bad == []
+    assert raised.error.partition(':')[0] in (
+        'ValueError', 'RuntimeError', 'AssertionError')
+    assert raised.source.startswith(__file__)
+    assert '\n' not in raised.error
+
+
+@pytest.mark.parametrize('how, box, label', [
+    ('one_hot', GOOD, 3), ('one_hot', GOOD, -1), ('index', GOOD, 7),
+    ('boxes', [1., 1., 1., 5.], 0)])
+def test_a_bad_annotation(how, box, label):
+    raised = reason(how, FINE, [sample([GOOD, box], [0, label])])
+    assert [(bad.sample, bad.index) for bad in raised.bad] == [(0, 1)]
+
+
+@pytest.mark.parametrize('how, inputs', [
+    ('typo', FINE), ('typo', BAD), ('own_check', FINE), ('own_check', BAD),
+    ('no_memory', BAD)])
+def test_another_cause(how, inputs):
+    assert reason(how, inputs, [sample([[1., 1., 1., 5.]])]) is None
+
+
+def test_what_does_not_come_again_has_no_known_cause():
+    calls = []
+
+    def once(x):
+        calls.append(x)
+        if len(calls) == 1:
+            raise ValueError('once')
+
+    with pytest.raises(ValueError) as caught:
+        once(FINE)
+    assert why(caught.value, nn.Linear(1, 1), once, (FINE, ), {}, Rng(),
+               lambda: None) is None
+
+
+def test_the_module_and_the_source_are_named():
+    inner = Raiser('matching')
+
+    class Outer(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.bbox_head = inner
+
+        def forward(self, x):
+            return self.bbox_head(x)
+
+    model = Outer()
+    try:
+        model(BAD)
+    except ValueError as error:
+        raised = why(error, model, model.forward, (BAD, ), {}, Rng(),
+                     lambda: None)
+    assert raised.module == 'bbox_head'
+    assert raised.op == 'matching'
+    line = int(raised.source.rpartition(':')[2])
+    with open(__file__) as file:
+        assert 'linear_sum_assignment(x' in file.readlines()[line - 1]
+
+
+def test_a_mask_survives_finite_only():
+    x = torch.ones(2, 2)
+    with FiniteOnly():
+        masked = x.masked_fill(torch.eye(2).bool(), -math.inf)
+        assert masked.softmax(-1)[0].tolist() == [0., 1.]
+        x.div_(0)
+        assert torch.isfinite(x).all()
+        assert torch.isfinite(torch.empty(3).fill_(math.nan)).all()
+        assert torch.zeros(1).expand(4).sum() == 0
