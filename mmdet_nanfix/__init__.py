@@ -23,6 +23,7 @@ tensors               torch
 ``arguments``         arguments of an optimizer wrapper, checked
 ``emulation``         half precision on a CPU with CUDA's numerics
 ``half_ops``          its lists of operations, as kernels
+``half_sampling``     RoIAlign and deformable attention in half
 plain                 standard library (and rich, for tables)
 ``report``            the log as a table; ``python -m``
 ``records``           incidents and their log

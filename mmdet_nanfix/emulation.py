@@ -11,18 +11,29 @@ While they are registered, ``autocast('cuda')`` regions of the hosts mean the
 CPU, and questions about CUDA's autocast are answered for it. Everything is
 taken back when the last :func:`cuda_autocast` region is left and the last
 graph is freed that has to enter one again (a checkpointed forward, a
-``custom_bwd``).
+``custom_bwd``). The registration is the process's: until then a CPU autocast
+region of another thread has CUDA's lists too. A region object that was made
+*enabled* on a machine without a GPU before that has been turned off by torch
+itself.
 """
 import contextlib
 import threading
 import warnings
-from typing import Any, Callable, ContextManager, Dict, Iterator, Optional
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+)
 
 import torch
 from torch.amp import autocast_mode
 from torch.utils import checkpoint
 
-from .half_ops import CastCache, half_kernels
+from .half_ops import CastCache, half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating']
 
@@ -34,22 +45,36 @@ class _Yes:
 
     A checkpointed forward and ``custom_fwd`` remember whether CUDA's
     autocast was on, to enter it again in the backward. The graph that
-    holds the answer so holds the registration.
+    holds the answer so holds the registration. Nobody else gets it.
     """
 
     def __init__(self) -> None:
         _INSTALLATION.__enter__()
+        self._holds = True
 
     def __bool__(self) -> bool:
         return True
 
-    def __eq__(self, other: object) -> bool:
-        return bool(other) is True
-
-    __hash__ = None  # type: ignore[assignment]
+    def __reduce__(self) -> Any:
+        # A copy is a plain answer, and holds nothing.
+        return bool, (True, )
 
     def __del__(self) -> None:
-        _INSTALLATION.__exit__()
+        # Whoever made it without __init__ acquired nothing.
+        if self.__dict__.pop('_holds', False):
+            _INSTALLATION.__exit__()
+
+
+class _TorchForFunctions:
+    """``torch`` as ``custom_fwd`` sees it: it remembers what it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def is_autocast_enabled(self, device_type: str = 'cuda') -> Any:
+        """Whether autocast is on, as an answer that may be kept."""
+        on = torch.is_autocast_enabled(device_type)
+        return _Yes() if on and device_type == 'cuda' else on
 
 
 class _Installation:
@@ -61,6 +86,7 @@ class _Installation:
         self._library: Optional[Any] = None
         self._cache = CastCache()
         self._kernels: Dict[str, Callable[..., Any]] = {}
+        self._let_through: List[str] = []
         self._originals: Dict[Any, Any] = {}
 
     def __enter__(self) -> None:
@@ -91,6 +117,7 @@ class _Installation:
             self._fill()
             return
         self._kernels = half_kernels(self._cache)
+        self._let_through = stock_only(self._kernels)
         # torch warns, once a process, that its own CPU list is overridden,
         # which is what we are here for.
         with warnings.catch_warnings():
@@ -101,6 +128,9 @@ class _Installation:
         self._library = torch.library.Library('aten', 'IMPL')
         for name, kernel in self._kernels.items():
             self._library.impl(name, kernel, 'AutocastCPU')
+        for name in self._let_through:
+            self._library.impl(name, torch.library.fallthrough_kernel,
+                               'AutocastCPU')
 
     def _replace(self, place: Any, name: str,
                  make: Callable[[Any], Any]) -> None:
@@ -111,11 +141,17 @@ class _Installation:
     def _patch(self) -> None:
         """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
         self._replace(autocast_mode.autocast, '__init__', _cpu_region)
+        self._replace(autocast_mode.autocast, '__enter__', _cpu_enter)
+        self._replace(autocast_mode.autocast, '__exit__', _cpu_exit)
         self._replace(autocast_mode, '_cast', _cpu_cast)
+        self._replace(autocast_mode, 'torch',
+                      lambda original: _TorchForFunctions())
         self._replace(torch, 'is_autocast_enabled', _cpu_answer)
+        self._replace(torch, 'set_autocast_enabled', _cpu_switch)
         self._replace(torch, 'get_autocast_dtype', _cpu_dtype)
+        self._replace(torch, 'set_autocast_dtype', _cpu_set_dtype)
         self._replace(torch, 'get_autocast_gpu_dtype', lambda original: (
-            lambda: torch.get_autocast_dtype('cpu')))
+            lambda: torch.get_autocast_dtype('cuda')))
         self._replace(torch, 'clear_autocast_cache', self._clearing)
         self._replace(checkpoint, '_get_autocast_kwargs', _holding)
 
@@ -132,11 +168,43 @@ def _cpu_region(original: Any) -> Any:
 
     def __init__(self: Any, device_type: str, dtype: Any = None,  # noqa: N807
                  enabled: Any = True, cache_enabled: Any = None) -> None:
+        own_dtype = None
         if device_type == 'cuda':
+            dtype = dtype or torch.get_autocast_dtype('cuda')
             device_type = 'cpu'
+            if dtype not in _HALVES:
+                # CUDA takes any dtype, the CPU's regions take two.
+                own_dtype, dtype = dtype, torch.float16
         original(self, device_type, dtype, bool(enabled), cache_enabled)
+        self.fast_dtype = own_dtype or self.fast_dtype
 
     return __init__
+
+
+def _cpu_enter(original: Any) -> Any:
+    """Regions that were made before the registration count too."""
+
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        self.__dict__.setdefault('_nanfix_devices', []).append(self.device)
+        if self.device == 'cuda':
+            self.device = 'cpu'
+        out = original(self)
+        self.prev = bool(self.prev)
+        return out
+
+    return __enter__
+
+
+def _cpu_exit(original: Any) -> Any:
+
+    def __exit__(self: Any, *exc: Any) -> Any:  # noqa: N807
+        out = original(self, *exc)
+        devices = self.__dict__.get('_nanfix_devices')
+        if devices:
+            self.device = devices.pop()
+        return out
+
+    return __exit__
 
 
 def _cpu_cast(original: Any) -> Any:
@@ -151,11 +219,30 @@ def _cpu_cast(original: Any) -> Any:
 def _cpu_answer(original: Any) -> Any:
 
     def is_autocast_enabled(device_type: Optional[str] = None) -> Any:
-        if device_type not in (None, 'cuda'):
-            return original(device_type)
-        return _Yes() if original('cpu') else False
+        return original('cpu' if device_type in (None, 'cuda')
+                        else device_type)
 
     return is_autocast_enabled
+
+
+def _cpu_switch(original: Any) -> Any:
+
+    def set_autocast_enabled(device_type: Any, enabled: Any = None) -> None:
+        if enabled is None:
+            # The old form has one argument and means CUDA.
+            device_type, enabled = 'cuda', device_type
+        original('cpu' if device_type == 'cuda' else device_type,
+                 bool(enabled))
+
+    return set_autocast_enabled
+
+
+def _cpu_set_dtype(original: Any) -> Any:
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        original('cpu' if device_type == 'cuda' else device_type, dtype)
+
+    return set_autocast_dtype
 
 
 def _holding(original: Any) -> Any:
@@ -172,11 +259,21 @@ def _holding(original: Any) -> Any:
 def _cpu_dtype(original: Any) -> Any:
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
-        return original('cpu' if device_type == 'cuda' else device_type)
+        if device_type != 'cuda':
+            return original(device_type)
+        # Outside of all regions, CUDA's default.
+        return original('cpu') if _DEPTH.regions else torch.float16
 
     return get_autocast_dtype
 
 
+class _Depth(threading.local):
+    """How many emulated regions this thread is in."""
+
+    regions = 0
+
+
+_DEPTH = _Depth()
 _INSTALLATION = _Installation()
 
 
@@ -189,8 +286,12 @@ def installed() -> ContextManager[None]:
 
 
 def is_emulating() -> bool:
-    """Whether an operation here runs with CUDA autocast's numerics."""
-    return _INSTALLATION.active and torch.is_autocast_enabled('cpu')
+    """Whether what runs here stands for a GPU.
+
+    True in regions with autocast disabled too: which kernel a GPU takes does
+    not depend on autocast.
+    """
+    return _INSTALLATION.active
 
 
 @contextlib.contextmanager
@@ -215,5 +316,9 @@ def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     if dtype not in _HALVES:
         raise ValueError('Expected argument `dtype` to be torch.float16 or '
                          f'torch.bfloat16, but got {dtype}')
-    with _INSTALLATION, torch.autocast('cpu', dtype):
-        yield
+    _DEPTH.regions += 1
+    try:
+        with _INSTALLATION, torch.autocast('cpu', dtype):
+            yield
+    finally:
+        _DEPTH.regions -= 1

@@ -7,16 +7,19 @@ products summed in fp32, the result rounded to half. Autograd rounds the
 gradients at the same casts. An operation made of several products (a chain
 of matrices, a recurrent cell) is rounded once, at its end.
 
-What is on no list needs nothing: the CPU's own half kernels compute in fp32
-and round once, like CUDA's.
+What is on none of CUDA's lists but on one of the CPU's own autocast is let
+through, and runs in the dtype that it is given. The CPU's half kernels
+compute in fp32 and round once, like CUDA's, but for sums that they gather
+step by step (``index_add``, ``index_put`` with accumulation, and their like),
+which stop growing where a step is below half a unit in the last place.
 """
 import functools
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['CastCache', 'half_kernels']
+__all__ = ['CastCache', 'half_kernels', 'stock_only']
 
 # Run in half: inputs rounded to the autocast dtype, fp32 accumulation.
 LOWER = ('_convolution _convolution.deprecated '
@@ -67,7 +70,10 @@ BANNED = ('binary_cross_entropy', )
 
 # On no list of CUDA's. Without weights the CPU keeps their statistics in
 # half, where CUDA keeps them in fp32: a variance above 65504 would be inf.
-FP32_INSIDE = ('batch_norm', 'instance_norm')
+UNWEIGHTED_NORMS = ('batch_norm', 'instance_norm')
+
+# On no list of CUDA's, which has half kernels where the CPU has none.
+NO_HALF_ON_CPU = ('avg_pool3d', 'rrelu')
 
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _below_autocast = functools.partial(torch._C._ExcludeDispatchKeyGuard, _BELOW)
@@ -81,7 +87,8 @@ class CastCache:
     A weight that is used several times in a region, as in a head shared by
     feature levels, is rounded once. Its gradients meet at that copy and are
     summed in half: the sum can overflow where no part does. CUDA's cache
-    holds leaves that need a gradient, and nothing else.
+    holds leaves that need a gradient, and nothing else; a copy made without
+    gradients would cut the weight off from a later use with them.
     """
 
     def __init__(self) -> None:
@@ -97,10 +104,11 @@ class CastCache:
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf
                 and tensor.dtype == torch.float32 and not tensor._is_view()
-                and torch.is_autocast_cache_enabled()):
+                and torch.is_autocast_cache_enabled()
+                and torch.is_grad_enabled()):
             return tensor.to(dtype)
-        source, copy = self._copies.get(id(tensor), (None, None))
-        if source is not tensor or copy is None or copy.dtype != dtype:
+        known, copy = self._copies.get(id(tensor), (None, None))
+        if known is not tensor or copy is None or copy.dtype != dtype:
             copy = tensor.to(dtype)
             self._copies[id(tensor)] = (tensor, copy)
         return copy
@@ -213,6 +221,11 @@ def _promote(op: Kernel) -> Kernel:
 
         with _below_autocast():
             _cast(args, kwargs, look)
+            if not dtypes <= {torch.float32, _autocast_dtype()}:
+                raise RuntimeError(
+                    'Expected floating inputs to be fp32 or '
+                    f'{_autocast_dtype()} under CUDA autocast, and so under '
+                    f'its emulation, but got {sorted(map(str, dtypes))}')
             if len(dtypes) > 1:
                 args, kwargs = _cast(args, kwargs, Tensor.float)
             return op(*args, **kwargs)
@@ -245,13 +258,39 @@ def _name(op: Any) -> str:
 def _fp32_inside(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        x, weight = args[0], args[1] if len(args) > 1 else None
         with _below_autocast():
-            if weight is None and _eligible(x):
-                return op(x.float(), *args[1:], **kwargs).to(x.dtype)
+            if _eligible(args[0]):
+                return op(args[0].float(), *args[1:], **kwargs).to(
+                    args[0].dtype)
             return op(*args, **kwargs)
 
     return kernel
+
+
+def _unweighted_norm(op: Kernel) -> Kernel:
+    inside = _fp32_inside(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or args[1] is None:
+            return inside(*args, **kwargs)
+        with _below_autocast():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def stock_only(kernels: Iterable[str]) -> List[str]:
+    """Overloads on the lists of the CPU's own autocast alone.
+
+    Args:
+        kernels: Overloads that CUDA's lists have.
+    """
+    ours = set(kernels)
+    return [name[len('aten::'):]
+            for name in torch._C._dispatch_get_all_op_names()
+            if name.startswith('aten::') and name[len('aten::'):] not in ours
+            and torch._C._dispatch_has_kernel_for_dispatch_key(
+                name, 'AutocastCPU')]
 
 
 def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
@@ -267,7 +306,8 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
     makers = [(LOWER, lower), (LOWER_CUDNN, lower), (FP32, _fp32),
               (FP32_OUTPUT, _fp32_output), (FP32_APPEND, _fp32_append),
               (PROMOTE, _promote), (BANNED, _banned),
-              (FP32_INSIDE, _fp32_inside)]
+              (UNWEIGHTED_NORMS, _unweighted_norm),
+              (NO_HALF_ON_CPU, _fp32_inside)]
     kernels: Dict[str, Kernel] = {}
     for names, maker in makers:
         for name in names:

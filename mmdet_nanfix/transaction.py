@@ -278,7 +278,7 @@ class Transaction:
                 yield value
         for name in ('_buffers', '_modules'):
             named = space.get(name)
-            if named and isinstance(named, dict):
+            if isinstance(named, dict):
                 self._containers.append((named, named.copy()))
                 yield from named.values()
 

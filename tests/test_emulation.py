@@ -1,5 +1,7 @@
+import copy
 import math
 import os
+import pickle
 import re
 
 import pytest
@@ -299,3 +301,79 @@ def test_everything_replaced_is_put_back():
         assert emulation.is_emulating()
     assert [getattr(place, name) for place, name in names] == before
     assert not emulation.is_emulating()
+
+
+def product():
+    return F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
+
+
+def test_a_region_made_before_counts_too():
+    made = torch.autocast('cuda', enabled=False)
+
+    @torch.autocast('cuda', enabled=False)
+    def decorated():
+        return product()
+
+    with cuda_autocast():
+        with made:
+            assert product() == torch.float32
+        assert product() == torch.float16
+        assert decorated() == torch.float32
+        assert product() == torch.float16
+    assert made.device == 'cuda' and not emulation.is_emulating()
+
+
+def test_the_switch_may_be_kept_and_copied():
+    with cuda_autocast():
+        kept = torch.is_autocast_enabled()
+        assert kept is True and torch.is_autocast_enabled('cuda') is True
+        torch.set_autocast_enabled(False)
+        assert product() == torch.float32
+        torch.set_autocast_enabled(kept)
+        assert product() == torch.float16
+        torch.set_autocast_enabled('cuda', False)
+        assert product() == torch.float32
+        torch.set_autocast_enabled('cuda', True)
+    assert not emulation.is_emulating()
+
+
+def test_a_copied_answer_holds_nothing():
+    with cuda_autocast():
+        answer = emulation._Yes()
+        assert copy.deepcopy(answer) is True and copy.copy(answer) is True
+        assert pickle.loads(pickle.dumps(answer)) is True
+        emulation._Yes.__new__(emulation._Yes).__del__()
+        assert emulation._INSTALLATION._count == 2
+        del answer
+        assert emulation._INSTALLATION._count == 1
+    assert not emulation.is_emulating()
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_compiled_functions():
+    linear = torch.nn.Linear(3, 3)
+
+    @torch.compile(backend='eager')
+    def doubled(x):
+        return linear(x) if torch.is_autocast_enabled() else linear(x) * 2
+
+    x = torch.rand(2, 3)
+    for _ in range(2):
+        with cuda_autocast():
+            assert torch.compile(linear, backend='eager')(x).dtype == (
+                torch.float16)
+            assert torch.equal(doubled(x), linear(x))
+        assert emulation._INSTALLATION._count == 0
+        assert torch.allclose(doubled(x), linear(x) * 2)
+
+
+def test_cudas_default_dtype_and_any_dtype():
+    x = torch.rand(2, 2)
+    with emulation.installed():
+        assert torch.get_autocast_dtype('cuda') == torch.float16
+        with torch.autocast('cuda'):
+            assert product() == torch.float16
+    with cuda_autocast(torch.bfloat16):
+        assert torch.get_autocast_dtype('cuda') == torch.bfloat16
+        with torch.autocast('cuda', dtype=torch.float32):
+            assert F.linear(x.half(), x).dtype == torch.float32

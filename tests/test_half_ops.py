@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix import half_ops
 from mmdet_nanfix.emulation import cuda_autocast
@@ -304,3 +305,63 @@ def test_operations_on_no_list_round_once():
         assert out.dtype == HALF
         torch.testing.assert_close(out, op(x.float()).half(), rtol=1e-3,
                                    atol=0)
+
+
+@pytest.mark.parametrize('quiet', [torch.no_grad, torch.inference_mode])
+def test_a_use_without_gradients_does_not_cut_a_weight_off(quiet):
+    linear = nn.Linear(3, 3)
+    with cuda_autocast():
+        with quiet():
+            linear(torch.rand(2, 3))
+        out = linear(torch.rand(2, 3))
+    out.float().sum().backward()
+    assert linear.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+@pytest.mark.parametrize('inside', [True, False])
+def test_a_weight_that_is_shared_with_a_checkpoint(reentrant, inside):
+    linear = nn.Linear(3, 3, bias=False)
+    x = torch.ones(2, 3, requires_grad=True)
+    with cuda_autocast():
+        out = checkpoint(linear, x, use_reentrant=reentrant) + linear(x * 2)
+        if inside:
+            out.float().sum().backward()
+    if not inside:
+        out.float().sum().backward()
+    assert linear.weight.grad.unique().tolist() == [6.]
+
+
+def pads(x):
+    return F.pad(x, (1, 1, 1, 1), mode='reflect')
+
+
+@pytest.mark.parametrize('op', [
+    pads, lambda x: F.pad(x, (1, 1, 1, 1), mode='replicate'),
+    lambda x: F.max_pool3d(x, 2), lambda x: F.avg_pool3d(x, 2),
+    lambda x: F.adaptive_avg_pool3d(x, 2), lambda x: torch.trace(x[0, 0]),
+    lambda x: F.rrelu(x, training=True), lambda x: torch.cat([x, x]),
+    lambda x: torch.stack([x, x])])
+@pytest.mark.parametrize('dtype', [HALF, torch.bfloat16])
+@pytest.mark.parametrize('region', [HALF, torch.bfloat16])
+def test_what_only_the_cpus_lists_have_is_let_through(op, dtype, region):
+    x = torch.rand(2, 2, 4, 4).to(dtype)
+    with cuda_autocast(region):
+        assert op(x).dtype == dtype
+    # A region of the CPU's own has its own lists back.
+    with torch.autocast('cpu', torch.bfloat16):
+        assert pads(x.bfloat16()).dtype == torch.float32
+
+
+def test_padding_by_name_is_the_same_convolution():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 4, 3, padding='same', bias=False)
+    x = torch.randn(1, 64, 5, 5)
+    with cuda_autocast():
+        same(conv(x), F.conv2d(x, conv.weight, padding=1))
+
+
+def test_the_other_half_type_is_refused_by_promotion():
+    x = torch.rand(3).bfloat16()
+    with cuda_autocast(), pytest.raises(RuntimeError, match='bfloat16'):
+        torch.addcmul(x, x, x)

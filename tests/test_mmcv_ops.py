@@ -7,11 +7,11 @@ from mmcv.ops import (
     ModulatedDeformConv2d,
     RoIAlign,
     batched_nms,
+    box_iou_rotated,
     nms,
     nms_rotated,
     sigmoid_focal_loss,
 )
-from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 from mmcv.utils import ext_loader
 from mmdet.models.losses import FocalLoss
 
@@ -19,106 +19,6 @@ from mmdet_nanfix import mmcv_ops
 from mmdet_nanfix.emulation import cuda_autocast
 
 HALF = torch.float16
-
-
-def native(name):
-    """mmcv's own kernel, below ours."""
-    return getattr(ext_loader.load_ext('_ext', [name]), name).__wrapped__
-
-
-def smooth_features(count=2):
-    torch.manual_seed(0)
-    coarse = torch.randn(count, 3, 6, 8)
-    return torch.nn.functional.interpolate(
-        coarse, size=(48, 64), mode='bilinear').half()
-
-
-def some_rois(batch=2):
-    """Inside the frame, across its edges, outside of it, empty."""
-    torch.manual_seed(1)
-    rois = torch.rand(30, 5) * 150
-    rois[:, 0] = (torch.arange(30) % batch).float()
-    rois[:, 3:] = (rois[:, 1:3] + 8 + rois[:, 3:] / 3).clamp(max=190)
-    rois[:5, 1:] += torch.tensor([-60., -60, 120, 120])
-    rois[5, 1:] = torch.tensor([900., 900, 950, 950])
-    rois[6, 3:] = rois[6, 1:3]
-    return rois.half()
-
-
-@pytest.fixture
-def natively(monkeypatch):
-    """Put mmcv's own RoIAlign kernels back."""
-
-    def put_back():
-        module = ext_loader.load_ext('_ext', ['roi_align_forward'])
-        for name in ('roi_align_forward', 'roi_align_backward'):
-            monkeypatch.setattr(module, name, native(name))
-
-    return put_back
-
-
-@pytest.mark.parametrize('sampling_ratio', [0, 2])
-@pytest.mark.parametrize('aligned', [True, False])
-def test_roi_align_is_the_half_kernel(sampling_ratio, aligned, natively,
-                                      monkeypatch):
-    """But for the rounding of sums: features reach 3, in steps of 2e-3."""
-    monkeypatch.setattr(mmcv_ops, '_ROIS_AT_ONCE', 16)
-    features, rois = smooth_features(), some_rois()
-    align = RoIAlign((7, 5), 0.25, sampling_ratio, aligned=aligned)
-    x = features.clone().requires_grad_()
-    ours = align(x, rois)
-    assert ours.dtype == HALF
-    ours.sum().backward()
-    natively()
-    y = features.clone().requires_grad_()
-    wanted = align(y, rois)
-    wanted.sum().backward()
-    error = (ours - wanted).abs().float()
-    assert error.mean() < 3e-4 and error.max() < 1e-2
-    assert (x.grad - y.grad).abs().float().mean() < 3e-3
-    # What fp32 computes from the same RoIs is farther away.
-    wide = align(features.float(), rois.float())
-    assert (wide - wanted.float()).abs().mean() > 5 * error.mean()
-
-
-def test_roi_align_at_a_coordinate_with_coarse_steps(natively):
-    """Above 256 a half coordinate has steps of a quarter pixel."""
-    features = torch.randn(1, 2, 8, 400).half()
-    rois = torch.tensor([[0., 300.3, 1.2, 331.7, 6.1]]).half()
-    align = RoIAlign((3, 3), 1.)
-    ours = align(features, rois)
-    natively()
-    torch.testing.assert_close(ours, align(features, rois), rtol=2e-3,
-                               atol=2e-3)
-
-
-def test_roi_align_of_nothing_and_of_non_finite_rois():
-    features = torch.ones(1, 2, 8, 8).half()
-    align = RoIAlign((3, 3), 1.)
-    assert align(features, torch.zeros(0, 5).half()).shape == (0, 2, 3, 3)
-    for bad in (math.nan, math.inf):
-        rois = torch.tensor([[0., 1, 1, bad, 5]]).half()
-        assert align(features, rois).eq(0).all()
-    # The CPU kernel refuses what ends before it begins; CUDA's does not.
-    rois = torch.tensor([[0., 5, 5, 1, 1]]).half()
-    assert align(features, rois).eq(0).all()
-    # Fixed sampling goes to places that are no numbers, outside.
-    rois = torch.tensor([[0., 1, 1, math.nan, 5]]).half()
-    assert RoIAlign((3, 3), 1., 2)(features, rois).eq(0).all()
-
-
-def test_a_bin_is_summed_before_it_is_divided():
-    features = torch.full((1, 1, 8, 8), 20000.).half()
-    rois = torch.tensor([[0., 1, 1, 6, 6]]).half()
-    name = 'roi_align_forward'
-    for ratio, wanted in ((1, 20000.), (2, math.inf)):
-        align = RoIAlign((2, 2), 1., ratio)
-        assert align(features, rois).unique().tolist() == [wanted]
-        out, empty = torch.zeros(1, 1, 2, 2).half(), torch.zeros(0).half()
-        native(name)(features, rois, out, empty, empty, aligned_height=2,
-                     aligned_width=2, spatial_scale=1., sampling_ratio=ratio,
-                     pool_mode=1, aligned=True)
-        assert out.unique().tolist() == [wanted]
 
 
 def test_max_pooling_writes_its_argmax_back():
@@ -237,32 +137,6 @@ def test_deformable_convolutions_run_in_half(modulated):
     assert torch.isfinite(conv.weight.grad).all()
 
 
-def test_deformable_attention_runs_in_half():
-    torch.manual_seed(0)
-    attention = MultiScaleDeformableAttention(
-        embed_dims=8, num_heads=2, num_levels=1, num_points=2, dropout=0.,
-        batch_first=True)
-    shapes = torch.tensor([[4, 4]])
-    query, value = torch.randn(1, 5, 8), torch.randn(1, 16, 8)
-    seen = []
-    attention.output_proj.register_forward_pre_hook(
-        lambda module, inputs: seen.append(inputs[0].dtype))
-
-    def run():
-        return attention(query, value=value, identity=torch.zeros(1, 5, 8),
-                         reference_points=torch.rand(1, 5, 1, 2),
-                         spatial_shapes=shapes,
-                         level_start_index=torch.tensor([0]))
-
-    torch.manual_seed(1)
-    with cuda_autocast():
-        half = run()
-    torch.manual_seed(1)
-    wide = run()
-    assert seen == [HALF, torch.float32]
-    torch.testing.assert_close(half, wide, rtol=5e-2, atol=5e-2)
-
-
 def test_repeated_registration_and_fp32_calls_change_nothing():
     module = ext_loader.load_ext('_ext', ['roi_align_forward'])
     op = module.roi_align_forward
@@ -274,3 +148,26 @@ def test_repeated_registration_and_fp32_calls_change_nothing():
                  torch.tensor([[0., 0, 0, 3, 3]])).dtype == torch.float32
     loss = FocalLoss()(torch.full((1, 2), 20.), torch.tensor([0]))
     assert torch.isfinite(loss)
+
+
+def test_the_kernel_does_not_depend_on_autocast():
+    """In a region with autocast off half inputs take the half kernel."""
+    pred, target = torch.full((1, 2), 20.).half(), torch.tensor([0])
+    with cuda_autocast(), torch.autocast('cuda', enabled=False):
+        out = FocalLoss(reduction='none')(pred, target)[0].tolist()
+    assert list(map(str, out)) == ['nan', 'inf']
+
+
+def test_bfloat16_is_refused_where_mmcv_has_no_kernel():
+    pred, target = torch.zeros(1, 2).bfloat16(), torch.tensor([0])
+    with cuda_autocast(torch.bfloat16), pytest.raises(
+            RuntimeError, match='BFloat16'):
+        FocalLoss()(pred, target)
+
+
+def test_rotated_iou_takes_half():
+    boxes = torch.tensor([[10., 10, 8, 4, 0], [10., 10, 8, 4, .5]])
+    iou = box_iou_rotated(boxes.half(), boxes.half())
+    assert iou.dtype == HALF
+    torch.testing.assert_close(
+        iou.float(), box_iou_rotated(boxes, boxes), rtol=1e-2, atol=1e-2)

@@ -21,7 +21,7 @@ LAYERS = {
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
-                'heads', 'step', 'transaction', 'trial'],
+                'half_sampling', 'heads', 'step', 'transaction', 'trial'],
     'hosts': ['engine', 'hooks', 'journal', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()

@@ -1,0 +1,383 @@
+import copy
+import math
+
+import pytest
+import torch
+from conftest import ToyDetector, said_in, toy_batch
+from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from stock import stock_on_cpu
+from torch.utils.data import Dataset
+
+import mmdet_nanfix
+from mmdet_nanfix.engine import NanSafeAmpOptimWrapper, NanSafeOptimWrapper
+from mmdet_nanfix.hooks import NanfixRuntimeInfoHook, NanGuardHook, adopt
+from mmdet_nanfix.records import read_log
+
+ADAM = dict(type='AdamW', lr=.01)
+
+
+class Batches(Dataset):
+    """One batch an index; a dict of factors tells what is wrong with it."""
+
+    def __init__(self, *bad, length=8):
+        self.bad, self.length = dict(bad), length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return toy_batch(**self.bad.get(index, {}))
+
+
+class Book(Hook):
+    """Writes down the whole state after each iteration."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.pages = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None,
+                         outputs=None):
+        page = {f'model.{k}': v for k, v in runner.model.state_dict().items()}
+        for hook in runner.hooks:
+            if hasattr(hook, 'ema_model'):
+                page.update({f'ema.{k}': v for k, v in
+                             hook.ema_model.state_dict().items()})
+        state = runner.optim_wrapper.optimizer.state_dict()['state']
+        page.update({f'optimizer.{i}.{k}': v for i, entry in state.items()
+                     for k, v in entry.items()})
+        page['rng'] = torch.get_rng_state()
+        self.pages.append(copy.deepcopy(page))
+
+
+def differing(left, right):
+    assert left.keys() == right.keys()
+    return [key for key in left
+            if not torch.equal(torch.as_tensor(left[key]),
+                               torch.as_tensor(right[key]))]
+
+
+def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
+         wrapper='NanSafeAmpOptimWrapper', scope='mmengine', **settings):
+    return Runner(
+        model, str(tmp_path), experiment_name=f'{tmp_path.name}{name}',
+        train_dataloader=dict(
+            dataset=dataset, batch_size=1, num_workers=0,
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=lambda items: items[0]),
+        train_cfg=dict(by_epoch=False, max_iters=batches),
+        optim_wrapper=dict(type=wrapper, optimizer=dict(ADAM), **settings),
+        param_scheduler=dict(type='LinearLR', start_factor=.5, by_epoch=False,
+                             begin=0, end=100),
+        default_scope=scope, custom_hooks=list(hooks),
+        default_hooks=dict(logger=dict(type='LoggerHook', interval=1)))
+
+
+EMA = dict(type='EMAHook', ema_type='ExponentialMovingAverage',
+           momentum=.1, update_buffers=True)
+
+
+def run(tmp_path, dataset, **kwargs):
+    torch.manual_seed(0)
+    book = Book()
+    runner = make(ToyDetector(), tmp_path, dataset,
+                  hooks=[book, *kwargs.pop('hooks', [])], **kwargs)
+    runner.train()
+    return runner, book.pages
+
+
+class NoStep:
+    """The reference: what the skipped iterations do is nothing."""
+
+    def __init__(self, *skipped, backoff=False):
+        self.skipped, self.backoff = skipped, backoff
+
+    def __call__(self, runner):
+        model, steps = runner.model, iter(range(1000))
+        train_step = model.train_step
+
+        def step(data, optim_wrapper):
+            if next(steps) not in self.skipped:
+                return train_step(data, optim_wrapper)
+            wrapper = runner.optim_wrapper
+            if self.backoff:
+                wrapper._scale._back_off()
+                wrapper._rescale(wrapper._scale.scale)
+            return {}
+
+        model.train_step = step
+        for hook in runner.hooks:
+            if hasattr(hook, 'ema_model') or type(hook).__name__ == 'EMAHook':
+                update = hook.after_train_iter
+                hook.after_train_iter = (
+                    lambda runner, batch_idx, *args, update=update, **kw:
+                    None if batch_idx in self.skipped
+                    else update(runner, batch_idx, *args, **kw))
+
+
+@pytest.mark.parametrize('wrapper', [
+    'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper'])
+@pytest.mark.parametrize('fault', [
+    dict(rpn=math.nan), dict(box=math.inf), dict(x=math.nan),
+    dict(box=1e37)])
+def test_a_skipped_step_leaves_nothing_behind(tmp_path, wrapper, fault):
+    overflow = fault == dict(box=1e37)
+    if overflow and wrapper == 'NanSafeOptimWrapper':
+        fault = dict(box=1e39)
+    (tmp_path / 'a').mkdir(), (tmp_path / 'b').mkdir()
+    settings = dict(wrapper=wrapper, hooks=[dict(EMA)],
+                    clip_grad=dict(max_norm=1.))
+    _, ours = run(tmp_path / 'a', Batches((3, fault)), **copy.deepcopy(
+        settings))
+    torch.manual_seed(0)
+    book = Book()
+    settings['hooks'] = [book, *settings['hooks']]
+    reference = make(ToyDetector(), tmp_path / 'b', Batches(), **settings)
+    NoStep(3, backoff=overflow and 'Amp' in wrapper)(reference)
+    reference.train()
+    assert len(ours) == len(book.pages) == 8
+    for left, right in zip(ours, book.pages):
+        assert differing(left, right) == []
+    assert differing(ours[1], ours[2])
+    assert differing(ours[2], ours[3]) == []
+
+
+@pytest.mark.parametrize('bad_at', [2, 3])
+def test_accumulation(tmp_path, bad_at):
+    """A window of two: averaged models go back to where it began."""
+    (tmp_path / 'a').mkdir(), (tmp_path / 'b').mkdir()
+    settings = dict(accumulative_counts=2)
+    _, ours = run(tmp_path / 'a', Batches((bad_at, dict(x=math.inf))),
+                  hooks=[dict(EMA)], **settings)
+    torch.manual_seed(0)
+    book = Book()
+    reference = make(ToyDetector(), tmp_path / 'b', Batches(),
+                     hooks=[book, dict(EMA)], **settings)
+    NoStep(2, 3)(reference)
+
+    # The iterations count all the same.
+    def count(model=reference.model, step=reference.model.train_step):
+        def counted(data, optim_wrapper):
+            out = step(data, optim_wrapper)
+            if out == {}:
+                optim_wrapper._inner_count += 1
+            return out
+        model.train_step = counted
+
+    count()
+    reference.train()
+    for index in (0, 1, 3, 4, 5, 6, 7):
+        assert differing(ours[index], book.pages[index]) == [], index
+
+
+def test_printed_losses_and_the_check_of_mmdet(tmp_path):
+    """One skipped step does not make a window of lines NaN, nor abort."""
+    from mmdet.engine.hooks import CheckInvalidLossHook
+    seen = []
+
+    class Look(Hook):
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            seen.append(float(outputs['loss']))
+
+    dataset = Batches((0, dict(rpn=math.nan)), (3, dict(rpn=math.nan)))
+    runner, _ = run(tmp_path, dataset, hooks=[
+        CheckInvalidLossHook(interval=1), Look()])
+    assert len(seen) == 8 and all(map(math.isfinite, seen))
+    assert seen[0] == 0 and seen[3] == seen[2]
+    history = runner.message_hub.get_scalar('train/loss').data[0]
+    assert len(history) == 6 and all(map(math.isfinite, history))
+    (log, ) = tmp_path.glob('*/*.log')
+    lines = [line for line in log.read_text().splitlines()
+             if 'Iter(train)' in line]
+    assert len(lines) == 8
+    # A metric that is NaN by itself is the model's own business.
+    assert 'loss: nan' not in log.read_text()
+
+
+def test_full_precision_by_a_hook_alone(tmp_path):
+    runner, pages = run(
+        tmp_path, Batches((2, dict(rpn=math.nan)), (5, dict(box=math.inf))),
+        wrapper='OptimWrapper',
+        hooks=[dict(type='NanGuardHook', max_consecutive=7)])
+    assert type(runner.optim_wrapper) is NanSafeOptimWrapper
+    (path, ) = tmp_path.glob('*/nanfix/incidents.jsonl')
+    assert [record['iter'] for record in read_log(path)] == [3, 6]
+    assert all(torch.isfinite(value).all() for name, value in
+               pages[-1].items() if name.startswith('model'))
+    lines = said_in(tmp_path)
+    assert 'full-precision' in lines[0] and 'after 7' in lines[0]
+    assert '2 of 8 optimizer steps' in lines[-1]
+    # Schedulers count the steps of the wrapper that they were given.
+    assert runner.optim_wrapper._global_step >= 7
+
+
+def test_a_healthy_full_precision_run_equals_stock(tmp_path):
+    (tmp_path / 'a').mkdir(), (tmp_path / 'b').mkdir()
+    _, ours = run(tmp_path / 'a', Batches(), wrapper='OptimWrapper',
+                  hooks=[dict(type='NanGuardHook')])
+    _, stock = run(tmp_path / 'b', Batches(), wrapper='OptimWrapper')
+    for left, right in zip(ours, stock):
+        assert differing(left, right) == []
+
+
+def test_a_fully_qualified_type_needs_no_import():
+    assert HOOKS.build(dict(type='mmdet_nanfix.NanGuardHook'))
+
+
+def test_settings_of_the_hook_win(tmp_path):
+    runner, _ = run(tmp_path, Batches(), batches=1, loss_scale=32.,
+                    nanfix=dict(init_scale=64., max_consecutive=3),
+                    hooks=[dict(type='NanGuardHook', init_scale=128.)])
+    assert runner.optim_wrapper._scale.scale == 128
+    assert runner.optim_wrapper._stop.max_consecutive == 3
+    assert runner.optim_wrapper.loss_scaler.get_scale() == 128
+
+
+@pytest.mark.parametrize('settings, error', [
+    (dict(max_consecutive=0), ValueError), (dict(scale=1.), TypeError)])
+def test_impossible_settings(settings, error, toy):
+    with pytest.raises(error):
+        wrapper = OptimWrapper(torch.optim.SGD(toy.parameters(), .1))
+        NanGuardHook(**settings)
+        adopt(wrapper, settings)
+
+
+def test_stock_amp_in_another_scope_is_adopted(tmp_path):
+    with stock_on_cpu():
+        torch.manual_seed(0)
+        runner = make(ToyDetector(), tmp_path,
+                      Batches((2, dict(rpn=math.nan))),
+                      wrapper='AmpOptimWrapper', loss_scale=512.,
+                      hooks=[dict(type='NanGuardHook')])
+        runner.build_train_loop(runner._train_loop)
+        runner._train_loop = None or runner.cfg.train_cfg
+        runner.train()
+    assert type(runner.optim_wrapper) is NanSafeAmpOptimWrapper
+    assert runner.optim_wrapper._scale.scale == 256
+    assert runner.optim_wrapper._stop.total == 1
+
+
+def test_several_optimizers_are_refused_in_one_line(toy):
+    one = OptimWrapper(torch.optim.SGD(toy.parameters(), .1))
+
+    class Own(OptimWrapper):
+        pass
+
+    for wrapper, named in (
+            (OptimWrapperDict(a=one), 'several optimizers'),
+            (Own(torch.optim.SGD(toy.parameters(), .1)), 'Own')):
+        with pytest.raises(TypeError, match=named) as caught:
+            adopt(wrapper, {})
+        assert '\n' not in str(caught.value)
+
+
+def test_the_hook_adds_itself_once(tmp_path):
+    for name, hooks in (('none', []), ('own', [dict(type='NanGuardHook')])):
+        folder = tmp_path / name
+        folder.mkdir()
+        book = Book()
+        runner = make(ToyDetector(), folder, Batches(), batches=1,
+                      hooks=[book, *hooks], scope='mmdet',
+                      wrapper='AmpOptimWrapper')
+        runner.train()
+        kinds = [type(hook).__name__ for hook in runner.hooks]
+        assert kinds.count('NanGuardHook') == 1
+        assert kinds.count('_AfterOthers') == 1
+        assert isinstance(next(hook for hook in runner.hooks if isinstance(
+            hook, NanfixRuntimeInfoHook)), NanfixRuntimeInfoHook)
+
+
+@pytest.mark.parametrize('place', ['weight', 'buffer', 'optimizer', 'ema'])
+def test_a_checkpoint_that_is_not_finite_is_announced(tmp_path, place):
+    class Spoil(Hook):
+        priority = 80
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            if batch_idx != 3:
+                return
+            state = runner.optim_wrapper.optimizer.state
+            ema = next(hook.ema_model for hook in runner.hooks
+                       if hasattr(hook, 'ema_model'))
+            tensor = {
+                'weight': runner.model.rpn_head.out.bias,
+                'buffer': runner.model.backbone[1].running_var,
+                'optimizer': next(iter(state.values()))['exp_avg_sq'],
+                'ema': ema.module.rpn_head.out.bias,
+            }[place]
+            tensor.data.fill_(math.inf)
+
+    run(tmp_path, Batches(), batches=4, hooks=[Spoil(), dict(EMA)])
+    told = [line for line in said_in(tmp_path) if 'checkpoint' in line]
+    assert len(told) == 1 and 'iter 4 holds 1 tensors' in told[0]
+
+
+def test_resume(tmp_path):
+    """MMEngine 0.10.7 cannot read its own checkpoints on a new torch."""
+    (tmp_path / 'a').mkdir(), (tmp_path / 'b').mkdir()
+    bad = (2, dict(box=1e37)), (5, dict(rpn=math.nan))
+    whole, pages = run(tmp_path / 'a', Batches(*bad), batches=7,
+                       hooks=[dict(EMA)])
+    first, _ = run(tmp_path / 'b', Batches(*bad), batches=4,
+                   hooks=[dict(EMA)])
+    torch.manual_seed(0)
+    book = Book()
+    second = make(ToyDetector(), tmp_path / 'b', Batches(*bad), batches=7,
+                  name='again', hooks=[book, dict(EMA)])
+    second._resume, second._load_from = True, str(
+        tmp_path / 'b' / 'iter_4.pth')
+    second.train()
+    assert second.optim_wrapper._scale.scale == 128
+    counts = [runner.optim_wrapper.state_dict()['loss_scaler']
+              for runner in (whole, second)]
+    assert counts[0] == counts[1]
+    assert counts[0]['nanfix_total'] == 2 and counts[0]['nanfix_steps'] == 7
+    assert [key for key in differing(pages[-1], book.pages[-1])
+            if key != 'rng'] == []
+
+
+def test_stop(tmp_path):
+    bad = [(index, dict(rpn=math.nan)) for index in range(2, 8)]
+    with pytest.raises(mmdet_nanfix.NonFiniteError) as caught:
+        run(tmp_path, Batches(*bad), nanfix=dict(max_consecutive=3))
+    assert caught.value.incident.iter == 5
+
+
+def test_a_mean_teacher_in_the_model(tmp_path):
+    class Student(ToyDetector):
+
+        def __init__(self):
+            super().__init__()
+            self.teacher = torch.nn.Linear(4, 1).requires_grad_(False)
+
+    class Average(Hook):
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            weight = runner.model.rpn_head.out.weight
+            runner.model.teacher.weight.data.lerp_(weight.data, .5)
+
+    torch.manual_seed(0)
+    book = Book()
+    make(Student(), tmp_path, Batches((3, dict(rpn=math.nan))),
+         hooks=[book, Average()]).train()
+    key = 'model.teacher.weight'
+    assert not torch.equal(book.pages[1][key], book.pages[2][key])
+    assert torch.equal(book.pages[2][key], book.pages[3][key])
+
+
+def test_torch_compile(tmp_path):
+    torch.manual_seed(0)
+    book = Book()
+    runner = make(ToyDetector(), tmp_path, Batches((3, dict(rpn=math.nan))),
+                  hooks=[book])
+    runner.cfg.compile = dict(backend='eager')
+    runner.train()
+    assert runner.optim_wrapper._stop.total == 1
+    assert torch.isfinite(book.pages[-1]['model.rpn_head.out.bias']).all()
