@@ -30,15 +30,32 @@ plain                 standard library (and rich, for tables)
 ``policy``            loss-scale and stop rules
 ====================  ===================================================
 """
+import importlib
 import importlib.util
 import os
 import sys
+from typing import Any
 
 from .records import NonFiniteError
 
 __all__ = ['NonFiniteError', '__version__']
 
+# Found as attributes too, for types in configs that name them in full; with
+# a host only.
+_BY_NAME = {
+    'NanGuardHook': 'hooks',
+    'NanSafeAmpOptimWrapper': 'engine',
+    'NanSafeOptimWrapper': 'engine',
+}
+
 __version__ = '0.1.0'
+
+
+def __getattr__(name: str) -> Any:
+    if name in _BY_NAME:
+        module = importlib.import_module(f'{__name__}.{_BY_NAME[name]}')
+        return getattr(module, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def _is_own_command() -> bool:

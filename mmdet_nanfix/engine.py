@@ -5,7 +5,16 @@ between MMEngine's wrapper protocol and
 :class:`~mmdet_nanfix.step.GuardedStep`.
 """
 import contextlib
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+    Union,
+)
 
 import torch
 from mmengine import dist
@@ -28,6 +37,27 @@ __all__ = [
 ]
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+# With ``compile`` in a config MMEngine compiles the whole training step: the
+# forward below the guard is compiled, the guard itself is not.
+_not_compiled: Callable[[Any], Any] = getattr(
+    getattr(torch, 'compiler', None), 'disable', lambda function: function)
+
+
+class _NotCompiled:
+    """A context manager whose ends are not compiled, but what is between."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    @_not_compiled
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    @_not_compiled
+    def __exit__(self, *exc: Any) -> Any:
+        return self._context.__exit__(*exc)
 
 
 def _ranks_with(flag: bool) -> List[int]:
@@ -143,9 +173,12 @@ class _Guarded(OptimWrapper):
     def _precision(self) -> str:
         return 'full-precision'
 
-    @contextlib.contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
+    def optim_context(self, model: nn.Module) -> Any:
         """Watch the losses of one forward, in autocast where there is one."""
+        return _NotCompiled(self._context(model))
+
+    @contextlib.contextmanager
+    def _context(self, model: nn.Module) -> Iterator[None]:
         if self._stock:
             with super().optim_context(model):
                 yield
@@ -159,6 +192,7 @@ class _Guarded(OptimWrapper):
     def _autocast(self) -> Any:
         return contextlib.nullcontext()
 
+    @_not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the loss with its anchor term."""
         if self._stock or self._guard is None:
@@ -174,6 +208,7 @@ class _Guarded(OptimWrapper):
         else:
             super().backward(guarded, **kwargs)
 
+    @_not_compiled
     def step(self, **kwargs: Any) -> None:
         """Step, or skip, take back and record; then update the loss scale.
 

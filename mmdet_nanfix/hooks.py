@@ -5,6 +5,7 @@ hooks do after it (averaged models, printed losses, checkpoints) is guarded
 here.
 """
 import math
+import pickle
 import weakref
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -159,16 +160,14 @@ class NanGuardHook(Hook):
         self._store.copy(list(self._state(runner)))
 
     def _state(self, runner: Any) -> Iterator[Tensor]:
-        """What hooks may update: no optimizer's parameters, all else."""
-        optimized = {
+        """What hooks may update: all but what the optimizer trains."""
+        trained = {
             id(parameter)
             for group in runner.optim_wrapper.param_groups
-            for parameter in group['params']}
+            for parameter in group['params'] if parameter.requires_grad}
         for module in (runner.model, *self._models):
             for tensor in (*module.parameters(), *module.buffers()):
-                if id(tensor) not in optimized and tensor.numel() and (
-                        not tensor.requires_grad
-                        or module is not runner.model):
+                if id(tensor) not in trained and tensor.numel():
                     yield tensor
 
     def restore(self, runner: Any) -> None:
@@ -292,8 +291,8 @@ def allow_resume() -> None:
 
     From torch 2.6 on it reads weights only unless told otherwise, and
     MMEngine 0.10.7 does not tell it: resuming fails at the message hub's
-    histories. These are numbers in numpy arrays; nothing that could run
-    code is allowed.
+    histories. These are numbers in numpy arrays, and names of statistics;
+    nothing that could run code is allowed.
     """
     if not hasattr(torch.serialization, 'add_safe_globals'):
         return
@@ -302,7 +301,19 @@ def allow_resume() -> None:
     rebuild = np.empty(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     torch.serialization.add_safe_globals([
-        HistoryBuffer, np.ndarray, np.dtype, rebuild, scalar, *kinds])
+        HistoryBuffer, np.ndarray, np.dtype, rebuild, scalar, *kinds,
+        (_statistic, 'builtins.getattr')])
+
+
+def _statistic(history: Any, name: str) -> Any:
+    """``getattr`` for a statistic of histories, and for nothing else."""
+    known = {'min', 'max', 'current', 'mean',
+             *HistoryBuffer._statistics_methods}
+    if history is not HistoryBuffer or name not in known:
+        raise pickle.UnpicklingError(
+            f'a checkpoint asks for {name!r} of {history!r}, which is no '
+            'statistic of a history')
+    return getattr(history, name)
 
 
 def shadow_stock_names(guarded: bool = True) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ['Rng', 'Store', 'Transaction', 'Undo']
+__all__ = ['Rng', 'Store', 'Transaction']
 
 Undo = Callable[[], None]
 
@@ -39,10 +39,10 @@ _ATOMS = frozenset({
     types.ModuleType, torch.dtype, torch.device, torch.Size,
     torch.memory_format, torch.layout, np.dtype, nn.Parameter,
 })
-# Of nn.Module: hooks come and go around a step, parameters are the
-# optimizer's; the others are looked at by name.
+# Of nn.Module: hooks, and a forward that is wrapped, come and go around a
+# step, parameters are the optimizer's; the others are looked at by name.
 _INTERNAL = frozenset(
-    name for name in nn.Module().__dict__ if name != 'training')
+    {'forward', *nn.Module().__dict__} - {'training'})
 # Objects of these packages are machinery, not state of a model.
 _MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
               'mmengine.logging', 'mmengine.runner', 'mmengine.hooks',

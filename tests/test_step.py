@@ -110,7 +110,7 @@ def test_stop(toy):
 
 def test_a_loss_that_is_bad_on_another_rank_only(toy):
     guard = guard_of(toy)
-    guard._agree = lambda flag: True
+    guard._agree = lambda flag: [1]
     with guard.watch():
         losses = toy(**toy_batch())
     guard.attach(toy.parse_losses(losses)[0]).backward()
@@ -128,3 +128,155 @@ def test_the_hook_is_gone_after_each_forward(toy):
         assert len(toy._forward_hooks) == 1
         raise ZeroDivisionError
     assert not toy._forward_hooks
+
+
+class Running(torch.nn.Module):
+    """A buffer that a forward may poison while the loss stays finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 1)
+        self.register_buffer('mean', torch.zeros(2))
+        self.register_buffer('mask', torch.zeros(2, 2))
+
+    def forward(self, x, fill=None):
+        self.mean = self.mean * .9 + x.mean(0).detach() * .1
+        if fill is not None:
+            self.mask.copy_(fill)
+        return {'loss': self.head(x.nan_to_num(0., 0., 0.)).mean()}
+
+
+def go(guard, **batch):
+    guard.model.zero_grad()
+    with guard.watch():
+        losses = guard.model(**batch)
+    guard.attach(losses['loss']).backward()
+    found = not all(torch.isfinite(parameter.grad).all()
+                    for parameter in guard.model.parameters())
+    return guard.judge(found)
+
+
+def test_a_poisoned_buffer_is_seen_and_taken_back():
+    guard = guard_of(Running())
+    x = torch.ones(3, 2)
+    assert go(guard, x=x).incident is None
+    before = guard.model.mean.clone()
+    incident = go(guard, x=x * math.inf).incident
+    assert (incident.where.phase, incident.where.module) == (
+        'buffers', 'mean')
+    assert torch.equal(guard.model.mean, before)
+    # The scale is not to blame.
+    assert incident.loss_scale.after == 256
+    assert 'buffers mean' in incident.summary()
+    assert go(guard, x=x).incident is None
+
+
+def test_buffers_that_hold_infinities_on_purpose():
+    model = Running()
+    model.mask[0, 1] = -math.inf
+    guard = guard_of(model)
+    assert guard.exempt == {'mask'}
+    assert go(guard, x=torch.ones(3, 2)).incident is None
+
+
+def test_a_mask_that_is_filled_in_a_forward_costs_one_step():
+    guard = guard_of(Running())
+    fill = torch.tensor([[0., -math.inf], [0., 0.]])
+    verdict = go(guard, x=torch.ones(3, 2), fill=fill)
+    assert verdict.incident is not None and 'mask' in verdict.note
+    verdict = go(guard, x=torch.ones(3, 2), fill=fill)
+    assert verdict.incident is None and verdict.note is None
+    # What looks like a statistic does not pass for a mask.
+    guard = guard_of(Running())
+    for fill in (torch.tensor([[1., math.inf], [0., 0.]]),
+                 torch.full((2, 2), math.nan), torch.full((2, 2), math.inf),
+                 torch.tensor([[0., math.inf], [-math.inf, 0.]])):
+        verdict = go(guard, x=torch.ones(3, 2), fill=fill)
+        assert verdict.incident is not None and verdict.note is None
+
+
+def test_a_taint_fails_the_step():
+    guard = guard_of(Running())
+    for flag, bad in ((0., False), (math.nan, True)):
+        guard.model.zero_grad()
+        with guard.watch():
+            losses = guard.model(x=torch.ones(3, 2))
+            guard.taint(torch.tensor(flag))
+        guard.attach(losses['loss']).backward()
+        found = not torch.isfinite(guard.model.head.bias.grad).all()
+        assert found is bad
+        guard.judge(found)
+
+
+def test_shards_leave_the_flag_to_the_host():
+    model = Running()
+    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
+                        LossScale(LossScaleSettings()), StopRule(),
+                        clock=lambda: (1, 1), sharded=True)
+    for x, finite in ((1., True), (math.nan, False), (1., True)):
+        with guard.watch():
+            losses = model(x=torch.full((3, 2), x))
+        loss = losses['loss']
+        assert guard.attach(loss) is loss
+        assert bool(torch.isfinite(guard.flag)) is finite
+        guard.judge(not finite)
+        assert guard.flag is None
+
+
+class Matching(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.bbox_head = torch.nn.Linear(2, 2)
+        self.register_buffer('seen', torch.zeros(()))
+        self.drawn = []
+
+    def forward(self, x, typo=False):
+        from scipy.optimize import linear_sum_assignment
+        self.seen += 1
+        self.drawn.append(torch.rand(1))
+        out = self.bbox_head(x)
+        if typo:
+            return out.no_such_thing
+        linear_sum_assignment(out.detach().numpy())
+        return {'loss': out.mean()}
+
+
+def test_an_exception_of_non_finite_numbers_is_an_incident():
+    guard = guard_of(Matching())
+    x = torch.ones(2, 2)
+    assert go(guard, x=x).incident is None
+    torch.manual_seed(3)
+    guard.model.zero_grad()
+    with guard.watch():
+        losses = guard.model(x=x * math.nan)
+    assert guard.attach(losses['loss']) is None
+    assert guard.must_skip
+    incident = guard.judge(True).incident
+    assert incident.error.startswith('ValueError: matrix contains invalid')
+    assert incident.where.phase == 'forward'
+    assert incident.where.source.startswith(__file__)
+    assert 'raised ValueError' in incident.summary()
+    assert guard.model.seen == 1 and len(guard.model.drawn) == 1
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), drawn)
+    assert go(guard, x=x).incident is None
+    assert 'forward' not in guard.model.__dict__
+
+
+def test_another_exception_is_raised_untouched():
+    guard = guard_of(Matching())
+    with pytest.raises(AttributeError, match='no_such_thing') as caught:
+        go(guard, x=torch.ones(2, 2) * math.nan, typo=True)
+    assert caught.traceback[-1].name == 'forward'
+    assert 'forward' not in guard.model.__dict__
+
+
+def test_with_several_ranks_an_exception_is_raised():
+    model = Matching()
+    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
+                        LossScale(LossScaleSettings()), StopRule(),
+                        clock=lambda: (1, 1), agree=lambda bad: [0])
+    with pytest.raises(ValueError, match='invalid numeric'):
+        go(guard, x=torch.ones(2, 2) * math.nan)
