@@ -24,6 +24,8 @@ __all__ = ['FAMILIES', 'build', 'train']
 # By name: kind, and the config below MMDetection's own ``configs/``.
 FAMILIES = {
     'faster_rcnn': ('two-stage', 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco'),
+    'dynamic_rcnn': ('two-stage', 'dynamic_rcnn/dynamic-rcnn_r50_fpn_1x_'
+                     'coco'),
     'cascade_rcnn': ('cascade', 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco'),
     'mask_rcnn': ('mask', 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco'),
     'retinanet': ('one-stage', 'retinanet/retinanet_r50_fpn_1x_coco'),

@@ -51,7 +51,9 @@ class Book(Hook):
         page.update({f'optimizer.{i}.{k}': v for i, entry in state.items()
                      for k, v in entry.items()})
         page['rng'] = torch.get_rng_state()
-        self.pages.append(copy.deepcopy(page))
+        self.pages.append(self.keep(page))
+
+    keep = staticmethod(copy.deepcopy)
 
 
 def differing(left, right):
@@ -62,7 +64,8 @@ def differing(left, right):
 
 
 def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
-         wrapper='AmpOptimWrapper', scope='mmdet', **settings):
+         wrapper='AmpOptimWrapper', scope='mmdet', checkpoints=4,
+         optimizer=ADAM, **settings):
     return Runner(
         model, str(tmp_path), experiment_name=f'{tmp_path.name}{name}',
         train_dataloader=dict(
@@ -70,14 +73,16 @@ def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
             sampler=dict(type='DefaultSampler', shuffle=False),
             collate_fn=lambda items: items[0]),
         train_cfg=dict(by_epoch=False, max_iters=batches),
-        optim_wrapper=dict(type=wrapper, optimizer=dict(ADAM), **settings),
+        optim_wrapper=dict(type=wrapper, optimizer=dict(optimizer),
+                           **settings),
         param_scheduler=dict(type='LinearLR', start_factor=.5, by_epoch=False,
                              begin=0, end=100),
         default_scope=scope, custom_hooks=list(hooks),
+        randomness=dict(seed=5),
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=1),
-            checkpoint=dict(type='CheckpointHook', interval=4,
-                            by_epoch=False)))
+            checkpoint=dict(type='CheckpointHook', interval=checkpoints,
+                            by_epoch=False, save_last=False)))
 
 
 EMA = dict(type='EMAHook', ema_type='ExponentialMovingAverage',
