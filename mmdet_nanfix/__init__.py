@@ -15,6 +15,7 @@ hosts                 one host each
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
+``raisers``           functions that raise for non-finite numbers
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
 ``transaction``       what a forward changes, and the way back

@@ -5,6 +5,7 @@ between MMEngine's wrapper protocol and
 :class:`~mmdet_nanfix.step.GuardedStep`.
 """
 import contextlib
+import logging
 from typing import (
     Any,
     Callable,
@@ -23,7 +24,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor, nn
 
-from . import emulation
+from . import emulation, raisers
 from .arguments import checked_dtype, device_of, scaler_for, split_settings
 from .finite import bad_tensors
 from .journal import Journal, say, warn
@@ -127,6 +128,8 @@ class _Guarded(OptimWrapper):
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,
             others=[self._hub_undo], sharded=sharded)
+        if not alone:
+            raisers.install()
         self._journal.open()
         if self._scale.note:
             say(self._scale.note)
@@ -186,8 +189,24 @@ class _Guarded(OptimWrapper):
         guard = self._arm(model)
         bare = model.module if is_model_wrapper(model) else model
         with OptimWrapper.optim_context(self, model), guard.watch(bare), (
-                self._autocast()):
+                self._autocast()), self._together(guard):
             yield
+
+    @contextlib.contextmanager
+    def _together(self, guard: GuardedStep) -> Iterator[None]:
+        """What several ranks need so that all reach the end of a forward."""
+        if dist.get_world_size() == 1:
+            yield
+            return
+        try:
+            with raisers.tainting(guard.taint):
+                yield
+        except Exception as error:
+            # The console of other ranks than the first shows errors only.
+            say(f'rank {dist.get_rank()} raised {type(error).__name__} in '
+                'its forward; the other ranks wait for it and will time out',
+                logging.ERROR)
+            raise
 
     def _autocast(self) -> Any:
         return contextlib.nullcontext()

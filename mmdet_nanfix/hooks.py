@@ -106,6 +106,7 @@ class NanGuardHook(Hook):
         TypeError: A setting that does not exist, or an optimizer wrapper
             that cannot be guarded.
         ValueError: A value that is impossible.
+        RuntimeError: A training step updated parameters several times.
     """
 
     priority = 'HIGHEST'
@@ -115,6 +116,7 @@ class NanGuardHook(Hook):
         self._settings = settings
         self._store = Store()
         self._kept = False
+        self._count = 0
         self._models: List[nn.Module] = []
 
     def before_run(self, runner: Any) -> None:
@@ -143,6 +145,7 @@ class NanGuardHook(Hook):
         wrapper = runner.optim_wrapper
         if not _guards(runner):
             return
+        self._count = wrapper.inner_count
         wrapper.skipped = False
         if wrapper._accumulative_counts > 1 and not wrapper.window_open:
             self._keep(runner)
@@ -151,6 +154,12 @@ class NanGuardHook(Hook):
                          data_batch: Any = None,
                          outputs: Optional[Dict[str, Any]] = None) -> None:
         """Keep averaged models before other hooks update them."""
+        if _guards(runner) and runner.optim_wrapper.inner_count > (
+                self._count + 1):
+            raise RuntimeError(
+                'a training step that updates parameters several times '
+                "cannot be guarded: use MMEngine's own optimizer wrapper "
+                'here (MMDET_NANFIX=off keeps all of them)')
         if _guards(runner) and runner.optim_wrapper.skipped and (
                 runner.optim_wrapper._accumulative_counts == 1):
             self._keep(runner)

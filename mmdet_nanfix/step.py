@@ -246,7 +246,7 @@ class GuardedStep:
         if self._raised is not None:
             return None
         flags = [flag_of(list(self._buffers().values()), loss.device),
-                 *self._poison]
+                 *(flag.to(loss.device) for flag in self._poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
             return self._anchor.attach(loss, tuple(terms), flag)

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import said_in, toy_batch
+from conftest import ToyDetector, said_in, toy_batch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mmengine.optim import AmpOptimWrapper, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
@@ -421,3 +423,79 @@ def test_off_registers_names_and_replaces_nothing():
     stock, ours = done.stdout.split()[-2:]
     assert (stock, ours) == ('StockAmpOptimWrapper',
                              'NanSafeAmpOptimWrapper')
+
+
+def test_a_backward_that_would_end_the_process_is_not_run(toy):
+    """mmcv's deformable convolution on a CPU samples at NaN."""
+    from mmcv.ops import DeformConv2dPack
+    from mmengine.model import BaseModel
+
+    class Deformed(BaseModel):
+
+        def __init__(self):
+            super().__init__()
+            self.bbox_head = DeformConv2dPack(2, 2, 3, padding=1)
+
+        def forward(self, inputs, data_samples=None, mode='loss'):
+            return {'loss': self.bbox_head(inputs).mean()}
+
+    torch.manual_seed(0)
+    model = Deformed()
+    wrapper = wrap(model, nanfix=dict(max_consecutive=None))
+    good = {'inputs': torch.rand(1, 2, 5, 5)}
+    bad = {'inputs': torch.full((1, 2, 5, 5), math.nan)}
+    before = weights(model)
+    train(model, wrapper, bad, bad)
+    assert same(before, weights(model)) and wrapper._stop.total == 2
+    train(model, wrapper, good)
+    assert not same(before, weights(model))
+    assert wrapper._inner_count == 3
+
+
+@settings(deadline=None, max_examples=30,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_sequence_of_micro_steps(data):
+    """Counters, scale, weights and buffers after any history."""
+    accumulate = data.draw(st.integers(1, 3))
+    kinds = data.draw(st.lists(st.sampled_from(
+        ['good', 'loss', 'input', 'gradient']), min_size=1, max_size=9))
+    batches = dict(good=toy_batch(), loss=toy_batch(rpn=math.nan),
+                   input=toy_batch(x=math.inf), gradient=toy_batch(box=1e37))
+    torch.manual_seed(0)
+    model = ToyDetector()
+    wrapper = wrap(model, accumulative_counts=accumulate,
+                   nanfix=dict(max_consecutive=None),
+                   optimizer=dict(type='AdamW', lr=.01))
+    wrapper.initialize_count_status(model, 0, len(kinds))
+    steps = skipped = consecutive = 0
+    scale = 256.
+    kept = copy.deepcopy(model.state_dict())
+    window = []
+    for index, kind in enumerate(kinds):
+        train(model, wrapper, batches[kind])
+        window.append(kind)
+        if len(window) < accumulate and index + 1 < len(kinds):
+            continue
+        steps += 1
+        state = model.state_dict()
+        unchanged = all(torch.equal(kept[name], state[name])
+                        for name in kept)
+        if set(window) == {'good'}:
+            consecutive = 0
+            assert not unchanged
+        else:
+            skipped, consecutive = skipped + 1, consecutive + 1
+            assert unchanged
+            if set(window) <= {'good', 'gradient'}:
+                scale = max(scale / 2, 1.)
+        kept, window = copy.deepcopy(state), []
+        assert all(torch.isfinite(value).all() for value in state.values())
+        rule = wrapper._stop
+        assert (rule.steps, rule.total, rule.consecutive) == (
+            steps, skipped, consecutive)
+        assert wrapper._scale.scale == wrapper.loss_scaler.get_scale() == (
+            scale)
+        assert all(parameter.grad is None or not parameter.grad.any()
+                   for parameter in model.parameters())
+    assert wrapper.inner_count == len(kinds)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import ToyDetector, said_in, toy_batch
 from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -386,3 +387,54 @@ def test_torch_compile(tmp_path):
     runner.train()
     assert runner.optim_wrapper._stop.total == 1
     assert torch.isfinite(book.pages[-1]['model.rpn_head.out.bias']).all()
+
+
+def test_several_updates_a_step_are_refused_in_one_line(tmp_path):
+    class Twice(ToyDetector):
+
+        def train_step(self, data, optim_wrapper):
+            super().train_step(data, optim_wrapper)
+            return super().train_step(data, optim_wrapper)
+
+    runner = make(Twice(), tmp_path, Batches())
+    with pytest.raises(RuntimeError, match='several times') as caught:
+        runner.train()
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('option', [
+    dict(type='AdamW', lr=.01, fused=True),
+    dict(type='AdamW', lr=.01, foreach=True),
+    dict(type='SGD', lr=.01, momentum=.9, weight_decay=.1)])
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
+def test_every_optimizer_and_dtype(tmp_path, option, dtype):
+    """As without the iterations that were skipped."""
+    (tmp_path / 'a').mkdir(), (tmp_path / 'b').mkdir()
+    settings = dict(optimizer=option, dtype=dtype)
+    bad = (0, dict(rpn=math.nan)), (3, dict(x=math.inf))
+    _, ours = run(tmp_path / 'a', Batches(*bad), **settings)
+    torch.manual_seed(0)
+    book = Book()
+    reference = make(ToyDetector(), tmp_path / 'b', Batches(), hooks=[book],
+                     **settings)
+    NoStep(0, 3)(reference)
+    reference.train()
+    for left, right in zip(ours, book.pages):
+        assert differing(left, right) == []
+
+
+def test_what_a_forward_writes_to_the_hub_is_taken_back(tmp_path):
+    class Talking(ToyDetector):
+
+        def forward(self, inputs, data_samples=None, mode='loss'):
+            hub = MessageHub.get_current_instance()
+            hub.update_scalar('train/own', 1.)
+            hub.update_info('own', hub.get_info('own', 0) + 1)
+            return super().forward(inputs, data_samples, mode)
+
+    runner = make(Talking(), tmp_path, Batches((0, dict(rpn=math.nan)),
+                                               (3, dict(rpn=math.nan))))
+    runner.train()
+    hub = runner.message_hub
+    assert hub.get_info('own') == 6
+    assert len(hub.get_scalar('train/own').data[0]) == 6

@@ -15,13 +15,14 @@ HOSTS = {'mmengine', 'mmcv', 'mmdet'}
 # layers of this package that it may import.
 LAYERS = {
     'plain': ({'rich'}, {'plain'}),
-    'tensors': ({'torch', 'numpy'}, {'plain', 'tensors'}),
+    'tensors': ({'torch', 'numpy', 'scipy'}, {'plain', 'tensors'}),
     'hosts': ({'torch', 'numpy'} | HOSTS, {'plain', 'tensors', 'hosts'}),
 }
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
-                'half_sampling', 'heads', 'step', 'transaction', 'trial'],
+                'half_sampling', 'heads', 'raisers', 'step', 'transaction',
+                'trial'],
     'hosts': ['engine', 'hooks', 'journal', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()

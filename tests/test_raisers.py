@@ -1,0 +1,74 @@
+import math
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmdet.models.task_modules.assigners import hungarian_assigner
+from scipy.optimize import linear_sum_assignment
+
+from mmdet_nanfix import raisers
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Wrapped for the test alone."""
+    for place, name in ((F, 'binary_cross_entropy'), (F, 'one_hot'),
+                        (hungarian_assigner, 'linear_sum_assignment')):
+        monkeypatch.setattr(place, name, getattr(place, name))
+    raisers.install()
+    raisers.install()
+
+
+COST = torch.tensor([[1., 2.], [3., 4.]])
+
+
+@pytest.mark.parametrize('bad, good, call', [
+    (COST * math.nan, COST,
+     lambda cost: hungarian_assigner.linear_sum_assignment(cost)),
+    (COST * -math.inf, COST,
+     lambda cost: hungarian_assigner.linear_sum_assignment(cost)),
+    (torch.tensor([math.nan, .5]), torch.tensor([1., .5]),
+     lambda x: F.binary_cross_entropy(x, torch.tensor([1., 0.]))),
+    (torch.tensor([1.5, .5]), torch.tensor([1., .5]),
+     lambda x: F.binary_cross_entropy(x, torch.tensor([1., 0.]))),
+    (torch.tensor([-1, 0]), torch.tensor([2, 0]),
+     lambda labels: F.one_hot(labels, 3)),
+    (torch.tensor([3, 0]), torch.tensor([2, 0]),
+     lambda labels: F.one_hot(labels, 3)),
+])
+def test_what_would_raise_is_reported(bad, good, call):
+    with pytest.raises((ValueError, RuntimeError)):
+        call(bad)
+    wanted = call(good)
+    told = []
+    with raisers.tainting(told.append):
+        call(bad)
+        assert torch.stack(told).isnan().any()
+        told.clear()
+        out = call(good)
+        assert not any(flag.isnan() for flag in told)
+    for left, right in zip(wanted, out) if isinstance(wanted, tuple) else (
+            [(wanted, out)]):
+        assert (torch.as_tensor(left) == torch.as_tensor(right)).all()
+    with pytest.raises((ValueError, RuntimeError)):
+        call(bad)
+
+
+def test_an_infeasible_matrix_of_infinities():
+    told = []
+    with raisers.tainting(told.append):
+        rows, _ = hungarian_assigner.linear_sum_assignment(
+            torch.full((2, 2), math.inf))
+    assert len(rows) == 2 and told
+
+
+def test_any_module_that_uses_the_matching_is_found(monkeypatch):
+    import sys
+    own = types.ModuleType('own_matcher')
+    own.linear_sum_assignment = linear_sum_assignment
+    monkeypatch.setitem(sys.modules, 'own_matcher', own)
+    raisers.install()
+    with raisers.tainting(lambda flag: None):
+        own.linear_sum_assignment(COST * math.nan)
+    assert linear_sum_assignment.__module__.startswith('scipy')
