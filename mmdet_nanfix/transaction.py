@@ -212,13 +212,18 @@ class Transaction:
 
     def commit(self) -> None:
         """What happened since :meth:`begin` stays."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of what the model held before."""
         self.open = False
+        self._spaces, self._containers, self._arrays = [], [], []
+        self._undos = []
 
     def rollback(self) -> None:
         """Take back everything that happened since :meth:`begin`."""
         if not self.open:
             return
-        self.open = False
         for space, saved in self._spaces:
             for name in [name for name in space
                          if name not in saved and name not in _INTERNAL]:
@@ -235,6 +240,7 @@ class Transaction:
         for undo in self._undos:
             undo()
         self._rng.restore()
+        self._forget()
 
     def _walk(self) -> List[Tensor]:
         """Note all that hangs below the model; the tensors among it."""
