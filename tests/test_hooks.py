@@ -68,7 +68,8 @@ def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
          wrapper='AmpOptimWrapper', scope='mmdet', checkpoints=4,
          optimizer=ADAM, **settings):
     return Runner(
-        model, str(tmp_path), experiment_name=f'{tmp_path.name}{name}',
+        model, str(tmp_path), experiment_name='-'.join(
+            [*tmp_path.parts[-2:], name]),
         train_dataloader=dict(
             dataset=dataset, batch_size=1, num_workers=0,
             sampler=dict(type='DefaultSampler', shuffle=False),
