@@ -19,6 +19,7 @@ tensors               torch
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
 ``transaction``       what a forward changes, and the way back
+``picture``           what hangs below a model at one moment
 ``heads``             which part owns a loss, a parameter, a gradient
 ``finite``            finite checks, the anchor
 ``arguments``         arguments of an optimizer wrapper, checked
@@ -33,7 +34,6 @@ plain                 standard library (and rich, for tables)
 """
 import importlib
 import importlib.util
-import os
 import sys
 from typing import Any
 
@@ -75,7 +75,7 @@ def _load_host() -> None:
         return
     from . import hooks
 
-    on = os.environ.get('MMDET_NANFIX', '').lower() != 'off'
+    on = not hooks.is_off()
     has_mmdet = importlib.util.find_spec('mmdet') is not None
     if has_mmdet:
         hooks.shadow_stock_names(guarded=on)

@@ -4,13 +4,14 @@ Samples are looked at by their attributes, as MMDetection's
 ``DetDataSample`` has them: ``gt_instances`` with ``bboxes`` and ``labels``,
 ``img_path`` and ``img_id``.
 """
+import copy
 import dataclasses
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ['BadAnnotation', 'bad_annotations', 'without']
+__all__ = ['BadAnnotation', 'bad_annotations', 'repaired']
 
 
 @dataclasses.dataclass
@@ -108,18 +109,29 @@ def bad_annotations(samples: Any, num_classes: Optional[int] = None
                     getattr(sample, 'img_id', None))
 
 
-def without(samples: Sequence[Any],
-            bad: Sequence[BadAnnotation]) -> List[Any]:
-    """Copies of the samples that lack some annotations."""
-    kept = []
+def repaired(samples: Sequence[Any],
+             bad: Sequence[BadAnnotation]) -> List[Any]:
+    """Copies of the samples with something fine in each bad place.
+
+    The box and the label of a good annotation of the same image, or a small
+    box at its corner and label 0. The numbers of annotations stay: what
+    depends on them is not the annotation's fault.
+    """
+    mended = []
     for at, sample in enumerate(samples):
-        drop = [item.index for item in bad if item.sample == at]
-        if drop:
-            sample = sample.clone()
-            labels = sample.gt_instances.labels
-            keep = torch.ones(len(labels), dtype=torch.bool,
-                              device=labels.device)
-            keep[drop] = False
-            sample.gt_instances = sample.gt_instances[keep]
-        kept.append(sample)
-    return kept
+        wrong = [item.index for item in bad if item.sample == at]
+        if wrong:
+            sample = copy.deepcopy(sample)
+            boxes = _boxes(sample.gt_instances)
+            labels = _labels(sample.gt_instances)
+            good = next((index for index in range(
+                len(boxes) if boxes is not None else 0)
+                if index not in wrong), None)
+            for index in wrong:
+                if boxes is not None:
+                    boxes[index] = boxes[good] if good is not None else (
+                        boxes.new_tensor([0., 0., 8., 8.]))
+                if labels is not None:
+                    labels[index] = labels[good] if good is not None else 0
+        mended.append(sample)
+    return mended

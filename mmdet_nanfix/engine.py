@@ -28,10 +28,10 @@ from . import emulation, raisers
 from .arguments import checked_dtype, device_of, scaler_for, split_settings
 from .finite import bad_tensors
 from .journal import Journal, say, warn
+from .picture import Picture, Undo
 from .policy import LossScale, LossScaleSettings, StopRule
 from .records import NonFiniteError
 from .step import GuardedStep, Verdict
-from .transaction import Undo
 
 __all__ = [
     'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper', 'StockAmpOptimWrapper'
@@ -96,6 +96,7 @@ class _Guarded(OptimWrapper):
     _whole: Optional[nn.Module] = None
     _stock = False
     _look_first = False
+    _alone = True
 
     def _set_up(self, scale: LossScale, stop: StopRule) -> None:
         self._scale = scale
@@ -121,13 +122,16 @@ class _Guarded(OptimWrapper):
         self._whole = model
         sharded = _is_sharded(model)
         model = model.module if is_model_wrapper(model) else model
-        alone = dist.get_world_size() == 1
+        # DDP in one process counts forwards too: one that raised would be
+        # missing in its books.
+        alone = dist.get_world_size() == 1 and model is self._whole
         self._look_first = alone and _segfaults(model) and (
             device_of(self.optimizer) == 'cpu')
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,
             others=[self._hub_undo], sharded=sharded)
+        self._alone = alone
         if not alone:
             raisers.install()
         self._journal.open()
@@ -141,24 +145,20 @@ class _Guarded(OptimWrapper):
                 + (', ...' if len(names) > 3 else ''))
         return self._guard
 
-    def _hub_undo(self) -> Undo:
-        """Take back what a forward writes to the message hub."""
+    def _hub_undo(self) -> Callable[[], Undo]:
+        """Take back what a forward writes to the message hub.
+
+        A history is never written to in place, but re-assigned.
+        """
         hub = self.message_hub
-        info = dict(hub.runtime_info)
-        # A history is never written to in place, but re-assigned.
-        scalars = {key: (buffer, buffer._log_history, buffer._count_history)
-                   for key, buffer in hub.log_scalars.items()}
+        spaces = [hub.runtime_info, hub.log_scalars,
+                  *map(vars, hub.log_scalars.values())]
+        before = Picture([(space, dict(space)) for space in spaces])
 
-        def undo() -> None:
-            hub.runtime_info.clear()
-            hub.runtime_info.update(info)
-            for key in [key for key in hub.log_scalars
-                        if key not in scalars]:
-                del hub.log_scalars[key]
-            for buffer, history, counts in scalars.values():
-                buffer._log_history, buffer._count_history = history, counts
+        def ended() -> Undo:
+            return before.changes().take_back
 
-        return undo
+        return ended
 
     def _clock(self) -> Tuple[Optional[int], int]:
         """Epoch and global iteration, both from 1."""
@@ -195,7 +195,7 @@ class _Guarded(OptimWrapper):
     @contextlib.contextmanager
     def _together(self, guard: GuardedStep) -> Iterator[None]:
         """What several ranks need so that all reach the end of a forward."""
-        if dist.get_world_size() == 1:
+        if self._alone:
             yield
             return
         try:
@@ -226,6 +226,8 @@ class _Guarded(OptimWrapper):
             self._inner_count += 1
         else:
             super().backward(guarded, **kwargs)
+        if not self.should_update():
+            self._guard.settle()
 
     @_not_compiled
     def step(self, **kwargs: Any) -> None:

@@ -5,34 +5,53 @@ check of the gradients, which an AMP step makes anyway, answers for both. The
 other functions read from the device and are meant for after a failure.
 """
 import math
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set
+from collections import deque
+from typing import (
+    Any,
+    Callable,
+    Deque,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
-    'Anchor', 'bad_tensors', 'flag_of', 'kind_of', 'reached_parameters'
+    'Anchor', 'bad_tensors', 'can_be_checked', 'flag_of', 'kind_of',
+    'leaves_of'
 ]
 
 
-def reached_parameters(loss: Tensor) -> Set[int]:
-    """``id`` of every leaf that the graph of a loss reaches.
+_CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def can_be_checked(tensor: Tensor) -> bool:
+    """Whether a tensor has values whose infinity norm torch can take."""
+    return (not nn.parameter.is_lazy(tensor) and tensor.dtype in _CHECKED
+            and tensor.layout == torch.strided and tensor.numel() > 0
+            and tensor.device.type != 'meta')
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Leaves that the graph of a loss reaches, the nearest first.
 
     Walks the autograd graph in Python; no device sync.
     """
     seen = set()
-    leaves = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
+    queue: Deque[Any] = deque([loss.grad_fn])
+    while queue:
+        node = queue.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, 'variable', None)
         if leaf is not None:
-            leaves.add(id(leaf))
-        stack.extend(parent for parent, _ in node.next_functions)
-    return leaves
+            yield leaf
+        queue.extend(parent for parent, _ in node.next_functions)
 
 
 class Anchor:
@@ -45,62 +64,53 @@ class Anchor:
     device sync.
 
     Args:
-        candidates: Returns the parameters that can carry it, in the order of
-            the model.
+        candidates: Returns the parameters that can carry it.
 
     Attributes:
         parameter: The one that carries it now.
     """
 
     def __init__(self,
-                 candidates: Callable[[], Sequence[nn.Parameter]]) -> None:
+                 candidates: Callable[[], Iterable[nn.Parameter]]) -> None:
         self._candidates = candidates
-        self._chosen: Dict[Any, Optional[nn.Parameter]] = {}
-        self.parameter: Optional[nn.Parameter] = None
+        self.parameter: Optional[Tensor] = None
 
-    def attach(self, loss: Tensor, keys: Hashable = None,
-               flag: Optional[Tensor] = None) -> Tensor:
+    def attach(self, loss: Tensor, flag: Optional[Tensor] = None) -> Tensor:
         """Return the loss with the anchor term.
 
         Args:
             loss: Scalar; returned as it is where no parameter can carry it.
-            keys: What tells one graph from another, such as the names of
-                its losses: each gets an anchor that it reaches.
             flag: What is told beside the state of the loss: a scalar, 0 or
                 NaN.
         """
-        if not loss.requires_grad:
-            return loss
-        parameter = self._chosen.get(keys)
-        if parameter is None or not parameter.requires_grad:
-            parameter = self._chosen[keys] = self._choose(loss)
-        self.parameter = parameter
-        if parameter is None:
+        self.parameter = self._choose(loss) if loss.requires_grad else None
+        if self.parameter is None:
             return loss
         value = loss.detach()
         value = value - value
         if flag is not None:
             value = value + flag
-        element = parameter[(0, ) * parameter.dim()]
+        element = self.parameter[(0, ) * self.parameter.dim()]
         return loss + element.to(loss.dtype) * value.to(loss.dtype)
 
-    def _choose(self, loss: Tensor) -> Optional[nn.Parameter]:
-        """The first one-dimensional candidate in the graph of the loss.
+    def _choose(self, loss: Tensor) -> Optional[Tensor]:
+        """The nearest one-dimensional candidate in the graph of the loss.
 
-        One dimension, because such gradients are dense and have one memory
-        layout; in the graph, because a gradient of its own would let
-        weight decay and momentum move a parameter that is not in use. The
-        first is deepest in the backbone, which every forward uses.
+        In this graph and no other: a gradient of its own would let weight
+        decay and momentum move a parameter that is not in use. One
+        dimension, because such gradients are dense and have one memory
+        layout. The nearest, because it is found after a few dozen nodes.
         """
-        reached = reached_parameters(loss)
-        usable = [
-            parameter for parameter in self._candidates()
-            if id(parameter) in reached and parameter.requires_grad
-            and parameter.numel() and parameter.is_floating_point()
-            and parameter.layout == torch.strided
-        ]
-        flat = [parameter for parameter in usable if parameter.dim() == 1]
-        return next(iter(flat or usable), None)
+        usable = {id(parameter) for parameter in self._candidates()}
+        fallback = None
+        for leaf in leaves_of(loss):
+            if id(leaf) not in usable or not (
+                    leaf.requires_grad and can_be_checked(leaf)):
+                continue
+            if leaf.dim() == 1:
+                return leaf
+            fallback = fallback if fallback is not None else leaf
+        return fallback
 
     def own_gradient_finite(self) -> bool:
         """Whether the anchor's gradient is finite but for the flag.
@@ -131,10 +141,10 @@ def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
     index = []
     values = []
     for i, tensor in enumerate(tensors):
-        if tensor is None or not tensor.is_floating_point():
+        if tensor is None or nn.parameter.is_lazy(tensor):
             continue
         value = _values(tensor)
-        if value.numel():
+        if can_be_checked(value):
             index.append(i)
             values.append(value)
     if not values:

@@ -4,13 +4,12 @@ The parts are read off the module tree (``backbone``, ``neck``, ``rpn_head``,
 ``roi_head.bbox_head``, ``roi_head.bbox_head.1``), the owner of a loss off its
 autograd graph. There is no table of loss names.
 """
-from collections import deque
-from typing import Any, Deque, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .finite import bad_tensors
+from .finite import bad_tensors, leaves_of
 from .records import HeadState
 
 __all__ = ['Parts', 'loss_terms']
@@ -88,18 +87,8 @@ class Parts:
         way back, whatever they are called. Walks the graph in Python; no
         device sync. ``?`` where the loss has no graph.
         """
-        queue: Deque[Any] = deque([loss.grad_fn])
-        seen = set()
-        while queue:
-            node = queue.popleft()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, 'variable', None)
-            if leaf is not None and id(leaf) in self._owners:
-                return self._owners[id(leaf)]
-            queue.extend(parent for parent, _ in node.next_functions)
-        return UNKNOWN
+        return next((self._owners[id(leaf)] for leaf in leaves_of(loss)
+                     if id(leaf) in self._owners), UNKNOWN)
 
     def note_owners(self, losses: Mapping[str, List[Tensor]]) -> None:
         """Remember who owns which loss key, before a graph is let go."""

@@ -5,17 +5,18 @@ hooks do after it (averaged models, printed losses, checkpoints) is guarded
 here.
 """
 import math
+import os
 import pickle
 import weakref
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, Optional
 
 import numpy as np
 import torch
-from mmengine.hooks import Hook, RuntimeInfoHook
+from mmengine.hooks import CheckpointHook, Hook, RuntimeInfoHook
 from mmengine.logging import HistoryBuffer
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import HOOKS
-from torch import Tensor, nn
+from torch import Tensor
 
 from .arguments import split_settings
 from .engine import (
@@ -23,9 +24,9 @@ from .engine import (
     NanSafeOptimWrapper,
     StockAmpOptimWrapper,
 )
-from .finite import bad_tensors
+from .finite import bad_tensors, can_be_checked
 from .journal import warn
-from .transaction import Store
+from .transaction import Averages
 
 __all__ = [
     'NanGuardHook', 'NanfixRuntimeInfoHook', 'allow_resume',
@@ -33,6 +34,11 @@ __all__ = [
 ]
 
 _GUARDED = (NanSafeOptimWrapper, NanSafeAmpOptimWrapper)
+
+
+def is_off() -> bool:
+    """Whether ``MMDET_NANFIX=off`` is in the environment."""
+    return os.environ.get('MMDET_NANFIX', '').lower() == 'off'
 
 
 def _guards(runner: Any) -> bool:
@@ -114,30 +120,40 @@ class NanGuardHook(Hook):
     def __init__(self, **settings: Any) -> None:
         split_settings(settings)
         self._settings = settings
-        self._store = Store()
+        self._averages = Averages([])
         self._kept = False
         self._count = 0
-        self._models: List[nn.Module] = []
+        self._adopted: Any = None
 
     def before_run(self, runner: Any) -> None:
         """Guard the optimizer wrapper, once it is built."""
         wrapper = getattr(runner, 'optim_wrapper', None)
-        if isinstance(wrapper, dict) or wrapper is None:
-            # Validation or test only.
+        if isinstance(wrapper, dict) or wrapper is None or (
+                wrapper is self._adopted or is_off()):
+            # Validation or test only, or after a training.
             return
         adopt(wrapper, self._settings)
-        hooks = runner._hooks
-        for index, hook in enumerate(hooks):
+        self._adopted = wrapper
+        for index, hook in enumerate(runner._hooks):
             if type(hook) is RuntimeInfoHook:
-                hooks[index] = NanfixRuntimeInfoHook()
-        runner.register_hook(_AfterOthers(self))
+                runner._hooks[index] = NanfixRuntimeInfoHook()
 
     def before_train(self, runner: Any) -> None:
-        """Look which hooks keep models of their own."""
-        self._models = [
-            value for hook in runner.hooks for value in vars(hook).values()
-            if isinstance(value, nn.Module) and value is not runner.model
-            and value is not getattr(runner.model, 'module', None)]
+        """Stand around the other hooks, whatever their priority."""
+        if not _guards(runner):
+            return
+        hooks = runner._hooks
+        others = [hook for hook in hooks if hook is not self
+                  and not isinstance(hook, _AfterOthers)]
+        savers = [index for index, hook in enumerate(others)
+                  if isinstance(hook, CheckpointHook)]
+        first = min(savers, default=len(others))
+        hooks[:] = [self, *others[:first], _AfterOthers(self),
+                    *others[first:], _AfterOthers(self, last=True)]
+        self._averages = Averages(
+            [hook for hook in others
+             if not isinstance(hook, (CheckpointHook, RuntimeInfoHook))],
+            besides=[runner.model, *runner.model.modules()])
 
     def before_train_iter(self, runner: Any, batch_idx: int,
                           data_batch: Any = None) -> None:
@@ -158,57 +174,64 @@ class NanGuardHook(Hook):
                 self._count + 1):
             raise RuntimeError(
                 'a training step that updates parameters several times '
-                "cannot be guarded: use MMEngine's own optimizer wrapper "
-                'here (MMDET_NANFIX=off keeps all of them)')
+                'cannot be guarded; MMDET_NANFIX=off in the environment '
+                'trains it without a guard')
         if _guards(runner) and runner.optim_wrapper.skipped and (
                 runner.optim_wrapper._accumulative_counts == 1):
             self._keep(runner)
 
     def _keep(self, runner: Any) -> None:
         self._kept = True
-        self._store.copy(list(self._state(runner)))
+        self._averages.copy(self._in_the_model(runner))
 
-    def _state(self, runner: Any) -> Iterator[Tensor]:
-        """What hooks may update: all but what the optimizer trains."""
+    def _in_the_model(self, runner: Any) -> Iterator[Tensor]:
+        """What hooks may update there: all but what the optimizer trains."""
         trained = {
             id(parameter)
             for group in runner.optim_wrapper.param_groups
             for parameter in group['params'] if parameter.requires_grad}
-        for module in (runner.model, *self._models):
-            for tensor in (*module.parameters(), *module.buffers()):
-                if id(tensor) not in trained and tensor.numel():
-                    yield tensor
+        model = runner.model
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in trained and can_be_checked(tensor):
+                yield tensor
 
-    def restore(self, runner: Any) -> None:
-        """Take back what hooks did in a skipped step."""
+    def restore(self, runner: Any, last: bool) -> None:
+        """Take back what hooks did in a skipped step.
+
+        Args:
+            runner: The runner.
+            last: No other hook comes after this.
+        """
         if self._kept and runner.optim_wrapper.skipped:
-            self._store.restore()
-        if not runner.optim_wrapper.window_open:
+            self._averages.restore()
+        if last and not runner.optim_wrapper.window_open:
             self._kept = False
 
 
 class _AfterOthers(Hook):
-    """The guard's second turn: after other hooks, before checkpoints.
+    """The guard's later turns: before checkpoints, and at the end.
 
     Args:
         guard: The hook that has the first turn.
+        last: Whether it is the one at the end.
     """
 
-    priority = 89
-
-    def __init__(self, guard: NanGuardHook) -> None:
+    def __init__(self, guard: NanGuardHook, last: bool = False) -> None:
         self._guard = guard
+        self._last = last
 
     def after_train_iter(self, runner: Any, batch_idx: int,
                          data_batch: Any = None,
                          outputs: Optional[Dict[str, Any]] = None) -> None:
         """Take back what other hooks did in a skipped step."""
         if _guards(runner):
-            self._guard.restore(runner)
+            self._guard.restore(runner, self._last)
 
     def before_save_checkpoint(self, runner: Any,
                                checkpoint: Dict[str, Any]) -> None:
         """Say what in it is not finite; one read from each device."""
+        if not self._last:
+            return
         exempt = {f'{prefix}{name}' for name in getattr(
             runner.optim_wrapper, 'exempt', ())
             for prefix in ('state_dict.', 'ema_state_dict.module.')}

@@ -138,10 +138,10 @@ class Journal:
                 }, path)
             except OSError as error:
                 return f'The weights could not be saved ({error}).'
-        buffers = [name for name, _ in model.named_buffers()]
-        bad = [buffers[i] for i in bad_tensors(
-            [buffer for _, buffer in model.named_buffers()])]
-        note = f' ({len(bad)} buffers in it are not finite: {bad[0]}, ...)' \
+        named = {**dict(model.named_parameters()),
+                 **dict(model.named_buffers())}
+        bad = [list(named)[i] for i in bad_tensors(list(named.values()))]
+        note = f' ({len(bad)} tensors in it are not finite: {bad[0]}, ...)' \
             if bad else ''
         return ('The weights, untouched by them, are in '
                 f'{path}{note}, for load_from.')

@@ -22,11 +22,12 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
-from .finite import Anchor, bad_tensors, flag_of, kind_of
+from .finite import Anchor, bad_tensors, can_be_checked, flag_of, kind_of
 from .heads import UNKNOWN, Parts, loss_terms
+from .picture import Undo
 from .policy import LossScale, StopRule
 from .records import Counts, HeadState, Incident, LossScaleChange, Where
-from .transaction import Transaction, Undo
+from .transaction import Transaction
 from .trial import Raised, why
 
 __all__ = ['GuardedStep', 'Verdict']
@@ -99,7 +100,7 @@ class GuardedStep:
                  clock: Callable[[], Any],
                  rank: int = 0,
                  agree: Optional[Callable[[bool], List[int]]] = None,
-                 others: Sequence[Callable[[], Undo]] = (),
+                 others: Sequence[Callable[[], Callable[[], Undo]]] = (),
                  sharded: bool = False) -> None:
         self.model = model
         self.scale = scale
@@ -130,8 +131,7 @@ class GuardedStep:
     def _buffers(self) -> Dict[str, Tensor]:
         """Buffers that are watched, as they are now, by name."""
         return {name: buffer for name, buffer in self.model.named_buffers()
-                if buffer.is_floating_point() and buffer.numel()
-                and buffer.layout == torch.strided
+                if can_be_checked(buffer)
                 and name not in getattr(self, 'exempt', ())}
 
     def _bad_buffers(self) -> List[str]:
@@ -173,10 +173,7 @@ class GuardedStep:
         Args:
             module: What is called, if not the model itself.
         """
-        if self._window:
-            self._transaction.mark_rng()
-        else:
-            self._transaction.begin()
+        self._transaction.begin()
         self._losses, self._raised, self._poison = {}, None, []
         module = module or self.model
         handle = module.register_forward_hook(self._take)
@@ -213,12 +210,11 @@ class GuardedStep:
         try:
             return forward(*args, **kwargs)
         except Exception as error:
-            raised = why(error, module, forward, args, kwargs, rng,
-                         self._transaction.reset)
-            self._transaction.reset()
-            if raised is None:
+            self._raised = why(error, module, forward, args, kwargs, rng,
+                               self._transaction.reset)
+            if self._raised is None:
                 raise
-            self._raised = raised
+            self._transaction.reset()
         device = next((parameter.device for parameter in
                        module.parameters()), torch.device('cpu'))
         return {'loss': torch.full((), math.nan, device=device)}
@@ -249,11 +245,18 @@ class GuardedStep:
                  *(flag.to(loss.device) for flag in self._poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
-            return self._anchor.attach(loss, tuple(terms), flag)
+            return self._anchor.attach(loss, flag)
         value = loss.detach()
         self.flag = _sum([item for item in (
             self.flag, value - value, flag) if item is not None])
         return loss
+
+    def settle(self) -> None:
+        """Note what the last forward changed: its window goes on.
+
+        Hooks run before the next forward, and what they do stays.
+        """
+        self._transaction.settle()
 
     def loss_is_bad(self) -> bool:
         """Whether the last loss is not finite; one read from the device.
@@ -285,6 +288,7 @@ class GuardedStep:
             self.stop.update(skipped=False)
             return Verdict()
         before = self.scale.scale
+        epoch, iteration = self._clock()
         micro, loss_bad = _worst(window)
         bad_buffers = self._bad_buffers()
         here = loss_bad or bool(bad_buffers)
@@ -296,13 +300,13 @@ class GuardedStep:
         self._parts = Parts(self.model, self._parts)
         heads = self._heads(micro, bool(ranks))
         where = self._where(heads, loss_bad, bad_buffers, bool(ranks))
-        note = self._masks(bad_buffers) if where.phase == 'buffers' else None
+        note = self._exempt(bad_buffers) if where.phase == 'buffers' else (
+            None)
         self._transaction.rollback()
         stop = self.stop.update(skipped=True)
         raised = micro.raised if micro else None
         if raised is not None and raised.error:
             where = self._where_raised(raised)
-        epoch, iteration = self._clock()
         incident = Incident(
             rank=self._rank,
             epoch=epoch,
@@ -319,15 +323,27 @@ class GuardedStep:
             ranks=ranks or None if self._agree is not None else None)
         return Verdict(incident, stop, note)
 
-    def _masks(self, names: List[str]) -> Optional[str]:
-        """Exempt buffers that look like masks, filled in a forward."""
+    def _exempt(self, names: List[str]) -> Optional[str]:
+        """Exempt buffers that a forward fills with infinities on purpose.
+
+        Statistics that overflow hold inf or NaN, and go bad together with
+        others of their module. A buffer with -inf alone (a mask, a score
+        still to be beaten) is deliberate where the module has no other that
+        is bad, and so is one with infinities that the forward has made anew.
+        """
         buffers = self._buffers()
-        masks = [name for name in names if _is_mask(buffers[name])]
-        self.exempt.update(masks)
-        if not masks:
+        owners = [name.rpartition('.')[0] for name in names]
+        meant = [
+            name for name, owner in zip(names, owners)
+            if not buffers[name].isnan().any() and (
+                not self._transaction.had(name)
+                or owners.count(owner) == 1
+                and not torch.isposinf(buffers[name]).any())]
+        self.exempt.update(meant)
+        if not meant:
             return None
-        return (f'buffer {masks[0]} was filled with infinities that look like'
-                ' a mask; it is not watched from here on')
+        return (f'buffer {meant[0]} was filled with infinities that look '
+                'meant; it is not watched from here on')
 
     def _where_raised(self, raised: Raised) -> Where:
         module = raised.module
@@ -377,17 +393,6 @@ def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
     for scalar in scalars:
         total = scalar if total is None else total + scalar
     return total
-
-
-def _is_mask(buffer: Tensor) -> bool:
-    """Infinities of one sign, no NaN, and one finite value beside them.
-
-    No running statistic looks like that.
-    """
-    infinite = torch.isinf(buffer)
-    rest = buffer[~infinite]
-    return bool(infinite.any() and rest.numel() and (rest == rest[0]).all()
-                and len(buffer[infinite].unique()) == 1)
 
 
 def _worst(window: List[_MicroStep]) -> Tuple[Optional[_MicroStep], bool]:

@@ -1,26 +1,22 @@
 """A training step as a transaction: what a forward changes, and the way back.
 
-A forward moves more than BatchNorm statistics: any buffer, by name, since a
-module may assign a new tensor to it; attributes of modules and of the plain
-objects that they hold (assigners, samplers, coders), down through lists,
-dicts and arrays; the random number generators. Nothing is known of any
-module: everything that hangs below the model is looked at.
+A forward moves more than BatchNorm statistics: any buffer, attributes of
+modules and of what they hold, and the random number generators.
 
-Not covered: parameters, which only the optimizer moves, and state outside
-of the model, as in module globals or class attributes.
+Not covered: parameters, which only the optimizer moves, state outside of the
+model, as in module globals or class attributes, ``__slots__``, and sparse
+tensors that are written to in place.
 """
 import collections
 import random
-import types
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
+    Optional,
     Sequence,
-    Set,
     Tuple,
 )
 
@@ -28,30 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ['Rng', 'Store', 'Transaction']
+from .picture import Changes, Picture, Undo
 
-Undo = Callable[[], None]
-
-# Values that cannot change, and what is no state of a model.
-_ATOMS = frozenset({
-    bool, int, float, complex, str, bytes, type(None), type, range, slice,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    types.ModuleType, torch.dtype, torch.device, torch.Size,
-    torch.memory_format, torch.layout, np.dtype, nn.Parameter,
-})
-# Of nn.Module: hooks, and a forward that is wrapped, come and go around a
-# step, parameters are the optimizer's; the others are looked at by name.
-_INTERNAL = frozenset(
-    {'forward', *nn.Module().__dict__} - {'training'})
-# Objects of these packages are machinery, not state of a model.
-_MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
-              'mmengine.logging', 'mmengine.runner', 'mmengine.hooks',
-              'mmengine.dataset', 'mmengine.visualization',
-              'mmengine.registry', 'mmengine.optim')
-# Longer containers are vocabularies and class names: they are copied, but
-# their elements are not looked at.
-_LONG = 1000
-
+__all__ = ['Averages', 'Rng', 'Store', 'Transaction']
 
 class Rng:
     """The state of all random number generators that a step may draw from.
@@ -86,43 +61,6 @@ def cuda_devices(model: nn.Module) -> List[int]:
                    if parameter.device.type == 'cuda'})
 
 
-def _generator_undo(generator: Any) -> Undo:
-    """Undo for a generator object that a module keeps."""
-    if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
-    if isinstance(generator, np.random.RandomState):
-        numpy_state = generator.get_state()
-        return lambda: generator.set_state(numpy_state)
-    if isinstance(generator, torch.Generator):
-        torch_state = generator.get_state()
-        return lambda: generator.set_state(torch_state)
-    bits = generator.bit_generator
-    bits_state = bits.state
-    return lambda: setattr(bits, 'state', bits_state)
-
-
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator,
-               torch.Generator)
-
-
-def _refill(container: Any, saved: Any) -> None:
-    """Give a container the elements that it had."""
-    if isinstance(container, list):
-        container[:] = saved
-    elif isinstance(container, dict):
-        # Of dict itself: subclasses such as ConfigDict convert values.
-        own = collections.OrderedDict if isinstance(
-            container, collections.OrderedDict) else dict
-        own.clear(container)
-        for key, value in saved.items():
-            own.__setitem__(container, key, value)
-    else:
-        container.clear()
-        (container.update if isinstance(container, set)
-         else container.extend)(saved)
-
-
 class Store:
     """Copies of tensors, in memory that is used again each time."""
 
@@ -146,6 +84,12 @@ class Store:
                 torch._foreach_copy_([copy for copy, _ in pairs],
                                      [tensor for _, tensor in pairs])
 
+    def differs(self, tensor: Tensor) -> bool:
+        """Whether a tensor is not what it was; reads from the device."""
+        known, copy = self._held.get(id(tensor), (None, None))
+        return known is not tensor or copy is None or not torch.equal(
+            copy, tensor)
+
     def restore(self) -> None:
         """Write the copies back, whatever became of shape and strides."""
         with torch.no_grad():
@@ -158,45 +102,53 @@ class Store:
 
 
 class Transaction:
-    """What a forward changes in a model, and the way back.
+    """What the forwards of a window change in a model, and the way back.
 
     Args:
         model: The bare model; nothing is left on it.
-        others: State elsewhere: each is called when the transaction begins
-            and returns what takes the state back.
+        others: State elsewhere: each is called when a forward begins,
+            returns what is called when it has ended, which returns what
+            takes back what happened in between.
     """
 
     def __init__(self, model: nn.Module,
-                 others: Sequence[Callable[[], Undo]] = ()) -> None:
+                 others: Sequence[Callable[[], Callable[[], Undo]]] = ()
+                 ) -> None:
         self.model = model
         self._others = others
         self._devices = cuda_devices(model)
         self._store = Store()
-        self._spaces: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
-        self._containers: List[Tuple[Any, Any]] = []
+        self._before: Optional[Picture] = None
+        self._ends: List[Callable[[], Undo]] = []
         self._arrays: List[Tuple[np.ndarray, np.ndarray]] = []
-        self._undos: List[Undo] = []
+        self._settled: List[Changes] = []
         self._rng = Rng(self._devices)
         self.open = False
 
     def begin(self) -> None:
-        """Remember everything, before the first forward of a window.
+        """Remember everything, before each forward of a window.
 
-        One fused copy of the buffers for each dtype; no device sync.
-        """
-        self._spaces, self._containers, self._arrays = [], [], []
-        self._undos = [other() for other in self._others]
-        self._store.copy(self._walk())
-        self.mark_rng()
-        self.open = True
-
-    def mark_rng(self) -> None:
-        """Remember the generators, before each forward of a window.
-
-        A window that is taken back must not repeat the draws of the data
-        loading that happened in it.
+        The first of a window copies the tensors, one fused call for each
+        dtype; no device sync. The generators go back to the last: a window
+        that is taken back must not repeat the draws of the data loading
+        that happened in it.
         """
         self._rng = Rng(self._devices)
+        self._before = Picture.of([self.model])
+        self._ends = [other() for other in self._others]
+        if not self.open:
+            self._store.copy(self._before.tensors)
+            self._arrays = self._before.arrays
+            self.open = True
+
+    def settle(self) -> None:
+        """Note what the last forward has changed, before hooks run."""
+        if self._before is None:
+            return
+        changes = self._before.changes()
+        changes.undos = changes.undos + [end() for end in self._ends]
+        self._settled.append(changes)
+        self._before = None
 
     def rng_now(self) -> Rng:
         """The generators as they are now."""
@@ -205,106 +157,88 @@ class Transaction:
     def reset(self) -> None:
         """Take back everything, and begin again from there."""
         if self.open:
-            rng = self._rng
             self.rollback()
             self.begin()
-            self._rng = rng
 
     def commit(self) -> None:
-        """What happened since :meth:`begin` stays."""
-        self._forget()
-
-    def _forget(self) -> None:
-        """Let go of what the model held before."""
+        """What happened in the window stays."""
+        # Let go of what the model held before.
         self.open = False
-        self._spaces, self._containers, self._arrays = [], [], []
-        self._undos = []
+        self._before, self._ends, self._settled = None, [], []
+        self._arrays = []
+
+    def had(self, name: str) -> bool:
+        """Whether the model had a buffer when the last forward began."""
+        owner, _, own = name.rpartition('.')
+        if self._before is None or owner not in dict(
+                self.model.named_modules()):
+            return False
+        named = self.model.get_submodule(owner).__dict__.get('_buffers')
+        return any(container is named and held.get(own) is not None
+                   for container, held in self._before.containers)
 
     def rollback(self) -> None:
-        """Take back everything that happened since :meth:`begin`."""
+        """Take back everything that the forwards of the window changed."""
         if not self.open:
             return
-        for space, saved in self._spaces:
-            for name in [name for name in space
-                         if name not in saved and name not in _INTERNAL]:
-                del space[name]
-            for name, value in saved.items():
-                if name not in _INTERNAL and (
-                        name not in space or space[name] is not value):
-                    space[name] = value
-        for container, elements in self._containers:
-            _refill(container, elements)
+        self.settle()
+        for changes in reversed(self._settled):
+            changes.take_back()
         for array, values in self._arrays:
             array[...] = values
         self._store.restore()
-        for undo in self._undos:
-            undo()
         self._rng.restore()
-        self._forget()
-
-    def _walk(self) -> List[Tensor]:
-        """Note all that hangs below the model; the tensors among it."""
-        tensors: List[Tensor] = []
-        seen: Set[int] = set()
-        stack: List[Any] = [self.model]
-        while stack:
-            item = stack.pop()
-            kind = type(item)
-            if kind in _ATOMS or id(item) in seen:
-                continue
-            seen.add(id(item))
-            if isinstance(item, nn.Module):
-                stack.extend(self._of_module(item))
-            elif isinstance(item, Tensor):
-                if _is_own_state(item):
-                    tensors.append(item)
-            elif isinstance(item, (list, dict, set, collections.deque)):
-                stack.extend(self._of_container(item))
-            elif isinstance(item, (tuple, frozenset)):
-                if len(item) <= _LONG:
-                    stack.extend(item)
-            elif isinstance(item, np.ndarray):
-                self._arrays.append((item, item.copy()))
-            elif isinstance(item, _GENERATORS):
-                self._undos.append(_generator_undo(item))
-            elif hasattr(item, '__dict__') and not isinstance(
-                    item, type) and not kind.__module__.startswith(
-                        _MACHINERY):
-                space = item.__dict__
-                if isinstance(space, dict):
-                    self._spaces.append((space, space.copy()))
-                    stack.extend(space.values())
-        return tensors
-
-    def _of_module(self, module: nn.Module) -> Iterator[Any]:
-        space = module.__dict__
-        self._spaces.append((space, space.copy()))
-        for name, value in space.items():
-            if type(value) not in _ATOMS and name not in _INTERNAL:
-                yield value
-        for name in ('_buffers', '_modules'):
-            named = space.get(name)
-            if isinstance(named, dict):
-                self._containers.append((named, named.copy()))
-                yield from named.values()
-
-    def _of_container(self, container: Any) -> Iterable[Any]:
-        if isinstance(container, dict):
-            self._containers.append((container, dict.copy(container)))
-            values: Iterable[Any] = dict.values(container)
-        else:
-            self._containers.append((container, container.copy()))
-            values = container
-        return values if len(container) <= _LONG else ()
+        self.commit()
 
 
-def _is_own_state(tensor: Tensor) -> bool:
-    """Tensors that a forward may write to, with values of their own.
+class Averages:
+    """What other objects keep of a model: averages, shadows, teachers.
 
-    What needs a gradient belongs to the optimizer or to a graph (FSDP's
-    views of its flat parameters are such), and other layouts than strided
-    are replaced, not written to.
+    Their tensors are remembered, and where one has moved, the numbers beside
+    it (a count of updates). Nothing else of them is touched: a list that
+    has grown is a record, not an average.
+
+    Args:
+        roots: Objects that may keep some.
+        besides: Objects that are not looked at, such as the model.
     """
-    return (not tensor.requires_grad and tensor.layout == torch.strided
-            and tensor.device.type != 'meta' and tensor.numel() > 0
-            and tensor.untyped_storage().size() > 0)
+
+    def __init__(self, roots: Iterable[Any],
+                 besides: Iterable[Any] = ()) -> None:
+        self._roots = list(roots)
+        self._besides = list(besides)
+        self._pictures: List[Picture] = []
+        self._store = Store()
+
+    def copy(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Remember them, and some tensors more."""
+        found = [Picture.of([root.__dict__], True, self._besides)
+                 for root in self._roots]
+        self._pictures = [picture for picture in found if picture.tensors]
+        every = {id(tensor): tensor for picture in self._pictures
+                 for tensor in picture.tensors}
+        every.update((id(tensor), tensor) for tensor in tensors)
+        self._store.copy(list(every.values()))
+
+    def restore(self) -> None:
+        """Make them what they were; reads from the device."""
+        for picture in self._pictures:
+            moved = any(map(self._store.differs, picture.tensors))
+            changes = picture.changes()
+            for space, name, old, _new in changes.names:
+                if isinstance(old, Tensor) or (
+                        moved and type(old) in (int, float)):
+                    space[name] = old
+            for container, held, now in changes.elements:
+                _replace(container, held, now, moved)
+        self._store.restore()
+
+
+def _replace(container: Any, held: Any, now: Any, moved: bool) -> None:
+    """Put tensors back that were replaced in a dict or a list."""
+    if len(held) != len(now) or not isinstance(container, (dict, list)):
+        return
+    for key in (held if isinstance(held, dict) else range(len(held))):
+        if isinstance(held[key], Tensor) or (
+                moved and type(held[key]) in (int, float)):
+            container[key] = held[key]

@@ -1,12 +1,14 @@
 """Trials that tell why a forward raised.
 
 An exception is put down to non-finite numbers when it comes again in a
-second forward of the same batch and does not come in a third, in which every
-operation's result is made finite. It is put down to annotations when it does
-not come without those that are bad. Nothing is guessed from its text.
+second forward of the same batch and does not come in a third, in which what
+operations compute is made finite. It is put down to annotations when it does
+not come with something fine in the place of those that are bad. Nothing is
+guessed from its text.
 """
 import copy
 import dataclasses
+import math
 import os
 import traceback
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -14,9 +16,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from .annotations import BadAnnotation, bad_annotations, without
+from .annotations import BadAnnotation, bad_annotations, repaired
 from .transaction import Rng
 
 __all__ = ['FiniteOnly', 'Raised', 'why']
@@ -30,42 +32,75 @@ _LIBRARIES = tuple(
 
 
 class FiniteOnly(TorchDispatchMode):
-    """Makes what every operation reads and writes finite.
+    """Makes what operations compute finite, but for what was asked for.
 
-    NaN becomes 0 and an infinity the largest number of the dtype. For
-    replays: each operation costs up to twice as much.
+    NaN becomes 0 and an infinity the largest number of the dtype, where an
+    operation makes it of finite inputs, or finds it in a batch, a weight or
+    a buffer. Infinities that a caller puts in (a ``-inf`` in
+    ``masked_fill``, ``full``) stay, and so does what follows from them. For
+    replays: each operation reads from the device.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Tensors that hold infinities on purpose; held, so that no other
+        # tensor gets their memory.
+        self._meant: Dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any,
                            args: Tuple[Any, ...] = (),
                            kwargs: Optional[Dict[str, Any]] = None) -> Any:
-        writes = any(argument.alias_info is not None
-                     and argument.alias_info.is_write
-                     for argument in func._schema.arguments)
-        views = any(argument.alias_info is not None
-                    for argument in func._schema.arguments)
-        if not views:
-            args, kwargs = tree_map(_finite, (args, kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        if writes:
-            tree_map(_make_finite, out)
+        kwargs = kwargs or {}
+        alias = [argument.alias_info for argument in func._schema.arguments]
+        if not any(alias):
+            args, kwargs = tree_map(self._read, (args, kwargs))
+        asked = any(self._is_asked(value) for value in tree_leaves(
+            (args, kwargs)))
+        out = func(*args, **kwargs)
+        if any(info is not None and info.is_write for info in alias):
+            tree_map(lambda value: self._written(value, asked), out)
             return out
-        return out if views else tree_map(_finite, out)
+        return tree_map(lambda value: self._made(value, asked), out)
+
+    def _is_asked(self, value: Any) -> bool:
+        """Whether an argument is an infinity, or holds some on purpose."""
+        if isinstance(value, float):
+            return math.isinf(value)
+        return isinstance(value, Tensor) and _memory(value) in self._meant
+
+    def _read(self, value: Any) -> Any:
+        if not _is_floating(value) or _memory(value) in self._meant:
+            return value
+        return torch.nan_to_num(value)
+
+    def _made(self, value: Any, asked: bool) -> Any:
+        if not _is_floating(value):
+            return value
+        if asked and value.isinf().any():
+            self._meant[_memory(value)] = value
+            return torch.nan_to_num_(value, posinf=math.inf, neginf=-math.inf
+                                     ) if value.isnan().any() else value
+        return value if torch.isfinite(value).all() else (
+            torch.nan_to_num(value))
+
+    def _written(self, value: Any, asked: bool) -> Any:
+        if _is_floating(value) and (
+                torch._debug_has_internal_overlap(value) != 1):
+            if asked:
+                self._meant[_memory(value)] = value
+            else:
+                value.nan_to_num_()
+        return value
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if (
+        tensor.layout == torch.strided) else id(tensor)
 
 
 def _is_floating(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.is_floating_point()
             and value.layout == torch.strided)
-
-
-def _finite(value: Any) -> Any:
-    return torch.nan_to_num(value) if _is_floating(value) else value
-
-
-def _make_finite(value: Any) -> Any:
-    if _is_floating(value) and torch._debug_has_internal_overlap(value) != 1:
-        value.nan_to_num_()
-    return value
 
 
 @dataclasses.dataclass
@@ -108,25 +143,37 @@ def why(error: Exception, model: nn.Module, forward: Forward,
     """
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return None
+    try:
+        return _by_trial(error, model, forward, args, kwargs, rng, reset)
+    except Exception:
+        # A batch that cannot be copied, a sample of an unknown kind: then
+        # nothing was found out, and the user's own exception is what counts.
+        return None
+
+
+def _by_trial(error: Exception, model: nn.Module, forward: Forward,
+              args: Tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
+              reset: Callable[[], None]) -> Optional[Raised]:
+    samples = kwargs.get('data_samples')
+    bad = list(bad_annotations(samples, num_classes_of(model)))
+    # The forward may have changed its arguments; a trial must not.
+    again = copy.deepcopy((args, dict(kwargs)))
 
     def raises(samples: Any = None) -> bool:
+        called, named = copy.deepcopy(again)
+        if samples is not None:
+            named['data_samples'] = samples
         reset()
         rng.restore()
-        # The forward may have changed its arguments; a trial must not.
-        called = dict(copy.deepcopy(dict(kwargs)))
-        if samples is not None:
-            called['data_samples'] = samples
         try:
-            forward(*copy.deepcopy(args), **called)
-        except Exception as again:
-            return type(again) is type(error)
+            forward(*called, **named)
+        except Exception as other:
+            return type(other) is type(error)
         return False
 
     if not raises():
         return None
-    samples = kwargs.get('data_samples')
-    bad = list(bad_annotations(samples, num_classes_of(model)))
-    if samples is None or not bad or raises(without(samples, bad)):
+    if samples is None or not bad or raises(repaired(samples, bad)):
         bad = []
         with FiniteOnly():
             if raises():

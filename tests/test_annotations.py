@@ -6,7 +6,7 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmengine.structures import InstanceData
 
-from mmdet_nanfix.annotations import bad_annotations, without
+from mmdet_nanfix.annotations import bad_annotations, repaired
 
 GOOD = [1., 1., 5., 5.]
 
@@ -38,10 +38,19 @@ def test_what_is_bad(box, label, what, wrap):
     image = found.to_image()
     assert (image['img_path'], image['img_id']) == ('a.jpg', 7)
     assert image['annotation']['index'] == 1
-    kept = without(samples, [found])
-    assert [len(item.gt_instances) for item in kept] == [1, 1]
-    assert len(samples[1].gt_instances) == 2
-    assert not list(bad_annotations(kept, num_classes=3))
+    mended = repaired(samples, [found])
+    assert [len(item.gt_instances) for item in mended] == [1, 2]
+    assert not list(bad_annotations(mended, num_classes=3))
+    assert list(bad_annotations(samples, num_classes=3))
+
+
+def test_an_image_without_a_good_annotation_is_repaired():
+    samples = [sample([[1., 1., 1., 5.]], [9])]
+    bad = list(bad_annotations(samples, num_classes=3))
+    assert not list(bad_annotations(repaired(samples, bad), 3))
+    samples[0].gt_instances.pop('labels')
+    bad = list(bad_annotations(samples, num_classes=3))
+    assert not list(bad_annotations(repaired(samples, bad), 3))
 
 
 @pytest.mark.parametrize('samples', [

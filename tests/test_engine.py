@@ -499,3 +499,26 @@ def test_any_sequence_of_micro_steps(data):
         assert all(parameter.grad is None or not parameter.grad.any()
                    for parameter in model.parameters())
     assert wrapper.inner_count == len(kinds)
+
+
+def test_modules_that_stock_takes():
+    """Lazy layers and buffers that no norm can be taken of."""
+
+    class Rich(ToyDetector):
+
+        def __init__(self):
+            super().__init__()
+            self.late = torch.nn.LazyBatchNorm1d()
+            self.register_buffer('small', torch.zeros(2).to(
+                torch.float8_e5m2))
+
+        def forward(self, inputs, data_samples=None, mode='loss'):
+            self.late(inputs['x'])
+            return super().forward(inputs, data_samples, mode)
+
+    torch.manual_seed(0)
+    model = Rich()
+    wrapper = wrap(model)
+    train(model, wrapper, toy_batch(), toy_batch(rpn=math.nan), toy_batch())
+    assert wrapper._stop.state_dict()['nanfix_total'] == 1
+    assert model.late.num_batches_tracked == 2

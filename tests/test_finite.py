@@ -7,8 +7,10 @@ from torch import nn
 from mmdet_nanfix.finite import (
     Anchor,
     bad_tensors,
+    can_be_checked,
+    flag_of,
     kind_of,
-    reached_parameters,
+    leaves_of,
 )
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -25,7 +27,7 @@ def gradients(module, loss):
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2),
-                         nn.Linear(2, 1))
+                         nn.Linear(2, 2))
 
 
 def test_healthy_gradients_are_unchanged(net):
@@ -45,22 +47,22 @@ def test_a_bad_loss_marks_one_gradient_element(net, value):
     # The gradient of a constant is finite, so only the anchor can tell.
     loss = net(torch.randn(5, 3)).mean() + value
     grads = gradients(net, anchor.attach(loss))
-    assert anchor.parameter is net[1].bias
+    assert anchor.parameter is net[2].bias
     bad = {name: int((~torch.isfinite(grad)).sum())
            for name, grad in grads.items()}
-    assert bad == {'0.weight': 0, '1.weight': 0, '1.bias': 1, '2.weight': 0,
-                   '2.bias': 0}
+    assert bad == {'0.weight': 0, '1.weight': 0, '1.bias': 0, '2.weight': 0,
+                   '2.bias': 1}
     assert anchor.own_gradient_finite()
-    net[1].bias.grad[1] = math.nan
+    net[2].bias.grad[1] = math.nan
     assert not anchor.own_gradient_finite()
 
 
 def test_the_anchor_is_used_trainable_and_of_this_optimizer(net):
     x = torch.randn(5, 3)
-    net[1].bias.requires_grad_(False)
+    net[2].bias.requires_grad_(False)
     anchor = Anchor(lambda: list(net.parameters()))
     anchor.attach(net(x).mean())
-    assert anchor.parameter is net[2].bias
+    assert anchor.parameter is net[1].bias
     unused = nn.Parameter(torch.zeros(3))
     anchor = Anchor(lambda: [unused, net[0].weight])
     anchor.attach(net(x).mean())
@@ -74,9 +76,35 @@ def test_a_frozen_anchor_is_chosen_anew(net):
     x = torch.randn(5, 3)
     anchor = Anchor(lambda: list(net.parameters()))
     anchor.attach(net(x).mean())
-    net[1].bias.requires_grad_(False)
+    net[2].bias.requires_grad_(False)
     anchor.attach(net(x).mean())
-    assert anchor.parameter is net[2].bias
+    assert anchor.parameter is net[1].bias
+
+
+def test_two_graphs_in_turn_have_anchors_of_their_own():
+    """The other one's would be moved by weight decay and momentum."""
+    stems = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    anchor = Anchor(lambda: [parameter for stem in stems
+                             for parameter in stem.parameters()])
+    for turn in (0, 1, 0):
+        loss = anchor.attach(stems[turn](torch.ones(1, 3)).sum())
+        loss.backward()
+        assert anchor.parameter is stems[turn].bias
+        if turn == 0:
+            assert stems[1].bias.grad is None
+            stems[0].zero_grad(), stems[1].zero_grad()
+        else:
+            assert stems[0].bias.grad is None
+            stems[1].zero_grad()
+
+
+def test_the_flag_goes_with_the_loss(net):
+    anchor = Anchor(lambda: list(net.parameters()))
+    for flag, bad in ((0., False), (math.nan, True)):
+        net.zero_grad()
+        anchor.attach(net(torch.ones(1, 3)).sum(),
+                      torch.tensor(flag)).backward()
+        assert net[2].bias.grad.isnan().any() == bad
 
 
 def test_a_loss_without_graph_is_left_alone(net):
@@ -123,8 +151,30 @@ def test_kind():
         'nan', 'inf', '-inf', None]
 
 
-def test_reached_parameters(net):
+def test_leaves_come_nearest_first(net):
     loss = net[2](net[1](torch.randn(1, 3))).sum()
-    assert reached_parameters(loss) == {
-        id(net[1].weight), id(net[1].bias), id(net[2].weight),
-        id(net[2].bias)}
+    leaves = [id(leaf) for leaf in leaves_of(loss)]
+    assert leaves[0] == id(net[2].bias)
+    assert set(leaves) == {id(parameter) for layer in net[1:]
+                           for parameter in layer.parameters()}
+
+
+@pytest.mark.parametrize('tensors, bad', [
+    ([torch.ones(2), torch.zeros(3).half()], False),
+    ([torch.ones(2), torch.tensor([math.inf])], True),
+    ([torch.tensor([3e38, 3e38])], False),
+    ([torch.tensor([math.nan]).bfloat16(), torch.ones(1).double()], True)])
+def test_flag(tensors, bad):
+    flag = flag_of(tensors, torch.device('cpu'))
+    assert bool(flag.isnan()) is bad and (bad or flag == 0)
+
+
+def test_what_cannot_be_checked():
+    assert flag_of([], torch.device('cpu')) is None
+    assert can_be_checked(torch.ones(1))
+    for tensor in (torch.ones(1, dtype=torch.long), torch.empty(0),
+                   torch.ones(1, device='meta'),
+                   torch.ones(1).to(torch.float8_e5m2),
+                   nn.LazyBatchNorm1d().running_mean,
+                   torch.ones(1).to_sparse()):
+        assert not can_be_checked(tensor)

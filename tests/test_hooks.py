@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import mmdet_nanfix
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper, NanSafeOptimWrapper
-from mmdet_nanfix.hooks import NanfixRuntimeInfoHook, NanGuardHook, adopt
+from mmdet_nanfix.hooks import NanGuardHook, adopt
 from mmdet_nanfix.records import read_log
 
 ADAM = dict(type='AdamW', lr=.01)
@@ -295,9 +295,8 @@ def test_the_hook_adds_itself_once(tmp_path):
         runner.train()
         kinds = [type(hook).__name__ for hook in runner.hooks]
         assert kinds.count('NanGuardHook') == 1
-        assert kinds.count('_AfterOthers') == 1
-        assert isinstance(next(hook for hook in runner.hooks if isinstance(
-            hook, NanfixRuntimeInfoHook)), NanfixRuntimeInfoHook)
+        assert kinds.count('_AfterOthers') == 2
+        assert kinds.count('NanfixRuntimeInfoHook') == 1
 
 
 @pytest.mark.parametrize('place', ['weight', 'buffer', 'optimizer', 'ema'])
@@ -439,3 +438,72 @@ def test_what_a_forward_writes_to_the_hub_is_taken_back(tmp_path):
     hub = runner.message_hub
     assert hub.get_info('own') == 6
     assert len(hub.get_scalar('train/own').data[0]) == 6
+
+
+@pytest.mark.parametrize('priority', ['HIGHEST', 49, 'NORMAL', 'VERY_LOW',
+                                      'LOWEST'])
+@pytest.mark.parametrize('accumulate', [1, 2])
+def test_an_average_of_any_priority(tmp_path, priority, accumulate):
+    runner, _ = run(tmp_path, Batches((3, dict(x=math.inf))), batches=4,
+                    accumulative_counts=accumulate,
+                    hooks=[dict(EMA, priority=priority)])
+    (ema, ) = [hook.ema_model for hook in runner.hooks
+               if hasattr(hook, 'ema_model')]
+    assert ema.steps == (3 if accumulate == 1 else 2)
+    assert all(torch.isfinite(value).all()
+               for value in ema.state_dict().values())
+
+
+def test_a_hook_that_keeps_an_average_by_hand(tmp_path):
+    class Shadow(Hook):
+
+        def before_train(self, runner):
+            self.shadow = copy.deepcopy(runner.model.state_dict())
+            self.runner, self.steps, self.seen = runner, 0, []
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            self.steps += 1
+            for name, value in runner.model.named_parameters():
+                self.shadow[name].lerp_(value.data, .5)
+            self.seen.append(self.shadow['rpn_head.out.weight'].clone())
+
+    shadow = Shadow()
+    run(tmp_path, Batches((3, dict(rpn=math.nan))), hooks=[shadow])
+    assert shadow.steps == 7 and len(shadow.seen) == 8
+    assert torch.equal(shadow.shadow['rpn_head.out.weight'], shadow.seen[-1])
+
+
+def test_what_hooks_and_validation_write_inside_a_window_stays(tmp_path):
+    class Between(Hook):
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            if batch_idx == 2:
+                runner.model.use_l1 = True
+                runner.message_hub.update_info('best_score', .9)
+
+    runner, _ = run(tmp_path, Batches((3, dict(rpn=math.nan))),
+                    accumulative_counts=2, hooks=[Between()])
+    assert runner.model.use_l1 is True
+    assert runner.message_hub.get_info('best_score') == .9
+    assert runner.message_hub.get_info('iter') == 7
+    assert len(runner.message_hub.get_scalar('train/lr').data[0]) == 8
+    (path, ) = tmp_path.glob('*/nanfix/incidents.jsonl')
+    assert [record['iter'] for record in read_log(path)] == [4]
+
+
+def test_a_second_before_run_changes_nothing(tmp_path):
+    hook = NanGuardHook(init_scale=64.)
+    runner, _ = run(tmp_path, Batches((3, dict(box=1e37))), hooks=[hook])
+    state = runner.optim_wrapper.state_dict()['loss_scaler']
+    runner.call_hook('before_run')
+    assert runner.optim_wrapper.state_dict()['loss_scaler'] == state
+    assert state['scale'] == 32 and state['nanfix_total'] == 1
+
+
+def test_off_turns_the_hook_off_too(tmp_path, monkeypatch):
+    monkeypatch.setenv('MMDET_NANFIX', 'off')
+    runner, _ = run(tmp_path, Batches(), wrapper='OptimWrapper',
+                    hooks=[dict(type='NanGuardHook')])
+    assert type(runner.optim_wrapper) is OptimWrapper

@@ -40,7 +40,7 @@ def test_weights_are_saved_with_what_is_wrong_with_them(tmp_path):
     model = nn.BatchNorm1d(2)
     model.running_mean.fill_(float('inf'))
     told = journal.save_weights(model, 3, 20, {})
-    assert '1 buffers in it are not finite: running_mean' in told
+    assert '1 tensors in it are not finite: running_mean' in told
     saved = torch.load(tmp_path / 'run' / 'nanfix' / 'stopped_iter_20.pth',
                        weights_only=True)
     assert saved['meta']['epoch'] == 2

@@ -21,8 +21,8 @@ LAYERS = {
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
-                'half_sampling', 'heads', 'raisers', 'step', 'transaction',
-                'trial'],
+                'half_sampling', 'heads', 'picture', 'raisers', 'step',
+                'transaction', 'trial'],
     'hosts': ['engine', 'hooks', 'journal', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()

@@ -179,20 +179,61 @@ def test_buffers_that_hold_infinities_on_purpose():
     assert go(guard, x=torch.ones(3, 2)).incident is None
 
 
-def test_a_mask_that_is_filled_in_a_forward_costs_one_step():
+@pytest.mark.parametrize('fill', [
+    [[0., -math.inf], [0., 0.]], [[.5, -math.inf], [-math.inf, 3.]]])
+def test_infinities_that_a_forward_means_cost_one_step(fill):
     guard = guard_of(Running())
-    fill = torch.tensor([[0., -math.inf], [0., 0.]])
+    fill = torch.tensor(fill)
     verdict = go(guard, x=torch.ones(3, 2), fill=fill)
     assert verdict.incident is not None and 'mask' in verdict.note
-    verdict = go(guard, x=torch.ones(3, 2), fill=fill)
-    assert verdict.incident is None and verdict.note is None
-    # What looks like a statistic does not pass for a mask.
-    guard = guard_of(Running())
-    for fill in (torch.tensor([[1., math.inf], [0., 0.]]),
-                 torch.full((2, 2), math.nan), torch.full((2, 2), math.inf),
-                 torch.tensor([[0., math.inf], [-math.inf, 0.]])):
+    for _ in range(2):
         verdict = go(guard, x=torch.ones(3, 2), fill=fill)
+        assert verdict.incident is None and verdict.note is None
+
+
+def test_a_mask_that_is_made_in_a_forward_costs_one_step():
+
+    class Lazy(Running):
+
+        def forward(self, x):
+            if 'late' not in self._buffers:
+                self.register_buffer('late', torch.tensor(
+                    [0., math.inf, -math.inf, 1.]), persistent=False)
+            return super().forward(x)
+
+    guard = guard_of(Lazy())
+    verdicts = [go(guard, x=torch.ones(3, 2)) for _ in range(3)]
+    assert [verdict.incident is None for verdict in verdicts] == [
+        False, True, True]
+
+
+@pytest.mark.parametrize('fill', [
+    [[1., math.inf], [0., 0.]], [[math.nan] * 2] * 2, [[math.inf] * 2] * 2,
+    [[0., math.inf], [-math.inf, 0.]], [[-math.inf, math.nan], [0., 0.]]])
+def test_a_poisoned_statistic_does_not_pass_for_a_mask(fill):
+    guard = guard_of(Running())
+    for _ in range(2):
+        verdict = go(guard, x=torch.ones(3, 2), fill=torch.tensor(fill))
         assert verdict.incident is not None and verdict.note is None
+
+
+def test_an_overflowing_batch_norm_does_not_pass_for_a_mask():
+
+    class Normed(torch.nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
+
+        def forward(self, x):
+            self.norm(x)
+            return {'loss': self.norm.weight.sum()}
+
+    guard = guard_of(Normed())
+    for sign in (1., -1.):
+        verdict = go(guard, x=torch.tensor([[3e38], [2e38]]) * sign)
+        assert verdict.incident.where.phase == 'buffers'
+        assert verdict.note is None and guard.exempt == set()
 
 
 def test_a_taint_fails_the_step():

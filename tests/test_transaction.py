@@ -1,4 +1,6 @@
 import collections
+import copy
+import functools
 import random
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmdet_nanfix.transaction import Rng, Store, Transaction
+from mmdet_nanfix.transaction import Averages, Rng, Store, Transaction
 
 
 class Sampler:
@@ -104,6 +106,106 @@ def test_what_was_accepted_stays():
     assert model.counter == 1 and model.kept.tolist() == [1, 1, 1]
 
 
+def test_what_hooks_do_between_forwards_stays():
+    """A window of three; what happened between its forwards is not theirs."""
+    model = Unknown()
+    transaction = Transaction(model)
+    for index in range(3):
+        transaction.begin()
+        model()
+        if index < 2:
+            transaction.settle()
+            # A hook: a switch, a schedule, an epoch.
+            model.use_l1 = True
+            model.sampler.threshold = .1 * index
+            model.table['epoch'] = index
+    transaction.rollback()
+    assert model.use_l1 is True and model.sampler.threshold == .1
+    assert model.table == {'a': [1], 'epoch': 1} or (
+        model.table['epoch'] == 1)
+    # What the forwards did is gone.
+    assert model.counter == 0 and model.history == [1., [2.]]
+    assert model.kept.tolist() == [0, 0, 0] and model.absent is None
+    assert model.sampler.seen == [] and not hasattr(model, 'fresh')
+    assert list(model.recent) == [1, 2] and model.array.tolist() == [0, 0]
+
+
+def test_what_cannot_be_written_to_is_left_alone():
+    model = nn.Module()
+    model.fixed = np.broadcast_to(np.zeros(1), 3)
+    with torch.inference_mode():
+        model.text = torch.zeros(2)
+    model.register_buffer('far', torch.zeros(2, device='meta'))
+    model.register_buffer('small', torch.zeros(2).to(torch.float8_e5m2))
+    model.register_buffer('plain', torch.zeros(2))
+    model.lazy = nn.LazyBatchNorm1d()
+    transaction = Transaction(model)
+    transaction.begin()
+    model.plain += 1
+    transaction.rollback()
+    assert model.plain.tolist() == [0, 0]
+
+
+class Ring(collections.deque):
+
+    def __init__(self, length):
+        super().__init__(maxlen=length)
+
+
+def test_containers_of_every_kind():
+    model = nn.Module()
+    model.ring = Ring(2)
+    model.bank = [torch.zeros(1) for _ in range(1203)]
+    model.queues = {index: collections.deque() for index in range(1203)}
+    model.bound = Sampler().seen.append
+    other = Sampler()
+    model.method, model.part = other.__init__, functools.partial(
+        dict, value=other.seen)
+    scripted = torch.jit.script(nn.BatchNorm1d(2))
+    model.scripted = scripted
+    transaction = Transaction(model)
+    transaction.begin()
+    model.ring.append(1)
+    model.bank[1202] += 1
+    model.queues[1202].append(1)
+    other.seen.append(1)
+    other.threshold = 2
+    scripted(torch.rand(3, 2))
+    transaction.rollback()
+    assert not model.ring and model.bank[1202].item() == 0
+    assert not model.queues[1202] and other.seen == []
+    assert other.threshold == .5
+    assert scripted.running_mean.tolist() == [0, 0]
+
+
+def test_averages():
+    """Tensors, and counts beside those that moved; records go on."""
+    model = nn.Linear(1, 1)
+    shadow, counter = Sampler(), Sampler()
+    shadow.average = {'w': torch.zeros(1)}
+    shadow.models = [nn.Linear(1, 1)]
+    shadow.source, shadow.steps, counter.steps = model, 3, 3
+    shadow.last = torch.zeros(1)
+    counter.record = [torch.zeros(1)]
+    averages = Averages([shadow, counter], besides=[model])
+    averages.copy([model.bias])
+    before = copy.deepcopy(shadow.models[0].state_dict())
+    with torch.no_grad():
+        shadow.average['w'] += 1
+        shadow.models[0].weight.fill_(7.)
+        model.weight.fill_(7.)
+        model.bias.fill_(7.)
+    shadow.steps = counter.steps = 4
+    shadow.last = torch.ones(1)
+    counter.record.append(torch.ones(1))
+    averages.restore()
+    assert shadow.last.item() == 0 and len(counter.record) == 2
+    assert shadow.average['w'].item() == 0
+    assert torch.equal(shadow.models[0].weight, before['weight'])
+    assert (shadow.steps, counter.steps) == (3, 4)
+    assert model.weight.item() == 7 and model.bias.item() != 7
+
+
 def test_good_bad_good():
     model = Unknown()
     transaction = Transaction(model)
@@ -143,7 +245,7 @@ def test_state_elsewhere_is_taken_back_too():
 
     def begin():
         saved = list(elsewhere)
-        return lambda: elsewhere.__setitem__(slice(None), saved)
+        return lambda: lambda: elsewhere.__setitem__(slice(None), saved)
 
     transaction = Transaction(nn.Linear(1, 1), [begin])
     transaction.begin()
@@ -157,7 +259,7 @@ def test_a_later_mark_of_the_generators_wins():
     transaction = Transaction(nn.Linear(1, 1))
     transaction.begin()
     torch.rand(1)
-    transaction.mark_rng()
+    transaction.begin()
     wanted = torch.rand(3)
     transaction.rollback()
     assert torch.equal(torch.rand(3), wanted)
@@ -215,6 +317,7 @@ def test_one_fused_copy_for_each_dtype():
     model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(10)])
     transaction = Transaction(model)
     transaction.begin()
+    transaction.commit()
     with Calls() as calls:
         transaction.begin()
     assert dict(calls.by_name) == {'_foreach_copy_': 2}

@@ -60,6 +60,16 @@ class Raiser(nn.Module):
     def own_check(self, x, samples):
         raise ValueError('a user wrote this')
 
+    def too_few(self, x, samples):
+        scores = x.masked_fill(torch.ones_like(x).bool(), -math.inf)
+        filled = torch.full((2, 2), -math.inf)
+        if ((scores + filled) > -math.inf).sum() < 2:
+            raise ValueError('fewer valid proposals than asked for')
+
+    def counting(self, x, samples):
+        if len(samples[0].gt_instances) == 2:
+            raise ValueError('a bug with two boxes')
+
     def no_memory(self, x, samples):
         raise torch.cuda.OutOfMemoryError('CUDA out of memory')
 
@@ -107,9 +117,25 @@ def test_a_bad_annotation(how, box, label):
 
 @pytest.mark.parametrize('how, inputs', [
     ('typo', FINE), ('typo', BAD), ('own_check', FINE), ('own_check', BAD),
+    ('too_few', FINE), ('too_few', BAD), ('counting', FINE),
     ('no_memory', BAD)])
 def test_another_cause(how, inputs):
-    assert reason(how, inputs, [sample([[1., 1., 1., 5.]])]) is None
+    assert reason(how, inputs, [sample([GOOD, [1., 1., 1., 5.]])]) is None
+
+
+@pytest.mark.parametrize('spoil', ['lock', 'graph', 'unlabelled'])
+def test_what_cannot_be_tried_has_no_known_cause(spoil):
+    """The user's own exception is what counts."""
+    import threading
+    samples = [sample([GOOD, [1., 1., 1., 5.]])]
+    if spoil == 'lock':
+        samples[0].extra = threading.Lock()
+    elif spoil == 'graph':
+        samples[0].extra = torch.ones(1, requires_grad=True) * 2
+    else:
+        samples[0].gt_instances.pop('labels')
+    found = reason('typo', BAD, samples)
+    assert found is None
 
 
 def test_what_does_not_come_again_has_no_known_cause():
@@ -156,7 +182,7 @@ def test_a_mask_survives_finite_only():
     with FiniteOnly():
         masked = x.masked_fill(torch.eye(2).bool(), -math.inf)
         assert masked.softmax(-1)[0].tolist() == [0., 1.]
-        x.div_(0)
+        x.div_(torch.zeros(1))
         assert torch.isfinite(x).all()
         assert torch.isfinite(torch.empty(3).fill_(math.nan)).all()
         assert torch.zeros(1).expand(4).sum() == 0
