@@ -9,8 +9,8 @@ from collections import deque
 from typing import (
     Any,
     Callable,
+    Collection,
     Deque,
-    Iterable,
     Iterator,
     List,
     Optional,
@@ -31,7 +31,7 @@ _CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def can_be_checked(tensor: Tensor) -> bool:
     """Whether a tensor has values whose infinity norm torch can take."""
-    return (not nn.parameter.is_lazy(tensor) and tensor.dtype in _CHECKED
+    return (tensor.dtype in _CHECKED and not nn.parameter.is_lazy(tensor)
             and tensor.layout == torch.strided and tensor.numel() > 0
             and tensor.device.type != 'meta')
 
@@ -64,14 +64,14 @@ class Anchor:
     device sync.
 
     Args:
-        candidates: Returns the parameters that can carry it.
+        candidates: Returns the ``id`` of each parameter that can carry it.
 
     Attributes:
         parameter: The one that carries it now.
     """
 
     def __init__(self,
-                 candidates: Callable[[], Iterable[nn.Parameter]]) -> None:
+                 candidates: Callable[[], Collection[int]]) -> None:
         self._candidates = candidates
         self.parameter: Optional[Tensor] = None
 
@@ -101,7 +101,7 @@ class Anchor:
         dimension, because such gradients are dense and have one memory
         layout. The nearest, because it is found after a few dozen nodes.
         """
-        usable = {id(parameter) for parameter in self._candidates()}
+        usable = self._candidates()
         fallback = None
         for leaf in leaves_of(loss):
             if id(leaf) not in usable or not (

@@ -15,7 +15,6 @@ from typing import (
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
     Set,
     Tuple,
@@ -114,6 +113,7 @@ class Picture:
         arrays: numpy arrays, and copies of them.
         tensors: Tensors that may be written to.
         undos: For generators.
+        buffers: The buffers of each module, by name.
     """
 
     spaces: List[Tuple[Dict[str, Any], Dict[str, Any]]] = (
@@ -124,6 +124,7 @@ class Picture:
         default_factory=list)
     tensors: List[Tensor] = dataclasses.field(default_factory=list)
     undos: List[Undo] = dataclasses.field(default_factory=list)
+    buffers: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, roots: Iterable[Any], parameters: bool = False,
@@ -144,14 +145,15 @@ class Picture:
             if kind in _ATOMS or id(item) in seen:
                 continue
             seen.add(id(item))
-            stack.extend(picture._look(item, kind, parameters))
+            # Modules are the most, and their class tells at once.
+            stack.extend(picture._module(item, parameters)
+                         if isinstance(item, nn.Module)
+                         else picture._look(item, kind, parameters))
         return picture
 
     def _look(self, item: Any, kind: type, parameters: bool
               ) -> Iterable[Any]:
         """Note one object and return what it leads to."""
-        if isinstance(item, nn.Module):
-            return self._module(item)
         if isinstance(item, Tensor):
             if _is_own_state(item, parameters):
                 self.tensors.append(item)
@@ -182,21 +184,23 @@ class Picture:
         self.spaces.append((space, space.copy()))
         return space.values()
 
-    def _module(self, module: nn.Module) -> Iterator[Any]:
+    def _module(self, module: nn.Module, parameters: bool) -> List[Any]:
         if isinstance(module, torch.jit.ScriptModule):
-            yield from module.buffers()
-            return
+            return list(module.buffers())
         space = module.__dict__
         self.spaces.append((space, space.copy()))
-        for name, value in space.items():
-            if type(value) not in _ATOMS and name not in _INTERNAL:
-                yield value
-        yield from space.get('_parameters', {}).values()
+        found = [value for name, value in space.items()
+                 if type(value) not in _ATOMS and name not in _INTERNAL]
+        if parameters:
+            found.extend(space['_parameters'].values())
         for name in ('_buffers', '_modules'):
-            named = space.get(name)
-            if isinstance(named, dict):
-                self.containers.append((named, named.copy()))
-                yield from named.values()
+            named = space[name]
+            self.containers.append((named, named.copy()))
+            if named:
+                found.extend(named.values())
+                if name == '_buffers':
+                    self.buffers.append(named)
+        return found
 
     def _container(self, container: Any) -> Iterable[Any]:
         self.containers.append((container, _elements(container)))

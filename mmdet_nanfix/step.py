@@ -112,27 +112,39 @@ class GuardedStep:
         self._sharded = sharded
         self._parts = Parts(model)
         self._optimizer = optimizer
-        self._anchor = Anchor(self._candidates)
+        self._anchor = Anchor(self._optimized)
+        self._known: Tuple[Any, Set[int]] = ((), set())
         self._losses: Mapping[str, Any] = {}
         self._window: List[_MicroStep] = []
         self._transaction = Transaction(model, others)
         self._raised: Optional[Raised] = None
         # Buffers that hold infinities on purpose, by name.
-        self.exempt: Set[str] = set(self._bad_buffers())
+        self.exempt: Set[str] = set()
+        self._exempt_places: Set[Tuple[int, str]] = set()
+        self._add_exempt(self._bad_buffers())
         self._poison: List[Tensor] = []
 
-    def _candidates(self) -> List[nn.Parameter]:
-        """What may carry the anchor now, in the order of the model."""
-        optimized = {id(parameter) for group in self._optimizer.param_groups
-                     for parameter in group['params']}
-        return [parameter for parameter in self.model.parameters()
-                if id(parameter) in optimized]
+    def _optimized(self) -> Set[int]:
+        """``id`` of each parameter that the optimizer has now."""
+        groups = [group['params'] for group in self._optimizer.param_groups]
+        lengths = tuple(map(len, groups))
+        if self._known[0] != lengths:
+            self._known = lengths, {id(parameter) for group in groups
+                                    for parameter in group}
+        return self._known[1]
 
     def _buffers(self) -> Dict[str, Tensor]:
         """Buffers that are watched, as they are now, by name."""
         return {name: buffer for name, buffer in self.model.named_buffers()
                 if can_be_checked(buffer)
-                and name not in getattr(self, 'exempt', ())}
+                and name not in self.exempt}
+
+    def _add_exempt(self, names: Sequence[str]) -> None:
+        self.exempt.update(names)
+        for name in names:
+            owner, _, own = name.rpartition('.')
+            module = self.model.get_submodule(owner)
+            self._exempt_places.add((id(module._buffers), own))
 
     def _bad_buffers(self) -> List[str]:
         """Names of watched buffers that are not finite; one read."""
@@ -241,7 +253,10 @@ class GuardedStep:
         self._losses = {}
         if self._raised is not None:
             return None
-        flags = [flag_of(list(self._buffers().values()), loss.device),
+        watched = [buffer for place, buffer in self._transaction.buffers()
+                   if can_be_checked(buffer)
+                   and place not in self._exempt_places]
+        flags = [flag_of(watched, loss.device),
                  *(flag.to(loss.device) for flag in self._poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
@@ -339,7 +354,7 @@ class GuardedStep:
                 not self._transaction.had(name)
                 or owners.count(owner) == 1
                 and not torch.isposinf(buffers[name]).any())]
-        self.exempt.update(meant)
+        self._add_exempt(meant)
         if not meant:
             return None
         return (f'buffer {meant[0]} was filled with infinities that look '

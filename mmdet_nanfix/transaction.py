@@ -14,6 +14,7 @@ from typing import (
     Callable,
     Dict,
     Iterable,
+    Iterator,
     List,
     Optional,
     Sequence,
@@ -149,6 +150,16 @@ class Transaction:
         changes.undos = changes.undos + [end() for end in self._ends]
         self._settled.append(changes)
         self._before = None
+
+    def buffers(self) -> Iterator[Tuple[Tuple[int, str], Tensor]]:
+        """The model's buffers as they are now, and where they are kept.
+
+        Those of modules that the last forward has made are not among them.
+        """
+        for named in self._before.buffers if self._before else ():
+            for name, buffer in named.items():
+                if buffer is not None:
+                    yield (id(named), name), buffer
 
     def rng_now(self) -> Rng:
         """The generators as they are now."""
