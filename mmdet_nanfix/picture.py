@@ -47,6 +47,7 @@ _MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
 _LONG = 1000
 
 _NOTHING: Any = object()
+_EMPTY: Dict[str, Any] = {}
 
 
 def _generator_undo(generator: Any) -> Undo:
@@ -67,6 +68,13 @@ def _generator_undo(generator: Any) -> Undo:
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator,
                torch.Generator)
+
+
+def _is_torchs_layer(module: nn.Module) -> bool:
+    """Torch's own layers hold numbers and tuples beside their buffers."""
+    kind = type(module)
+    return (kind.__module__.startswith('torch.nn.modules')
+            and not module._modules and kind is not nn.Module)
 
 
 def _elements(container: Any) -> Any:
@@ -189,13 +197,16 @@ class Picture:
             return list(module.buffers())
         space = module.__dict__
         self.spaces.append((space, space.copy()))
-        found = [value for name, value in space.items()
-                 if type(value) not in _ATOMS and name not in _INTERNAL]
+        found: List[Any] = []
+        if not _is_torchs_layer(module):
+            found.extend(
+                value for name, value in space.items()
+                if type(value) not in _ATOMS and name not in _INTERNAL)
         if parameters:
             found.extend(space['_parameters'].values())
         for name in ('_buffers', '_modules'):
             named = space[name]
-            self.containers.append((named, named.copy()))
+            self.containers.append((named, named.copy() if named else _EMPTY))
             if named:
                 found.extend(named.values())
                 if name == '_buffers':

@@ -7,7 +7,6 @@ Not covered: parameters, which only the optimizer moves, state outside of the
 model, as in module globals or class attributes, ``__slots__``, and sparse
 tensors that are written to in place.
 """
-import collections
 import random
 from typing import (
     Any,
@@ -70,20 +69,24 @@ class Store:
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors; one fused call for each dtype and device."""
-        held, fused = {}, collections.defaultdict(list)
+        held: Dict[int, Tuple[Tensor, Tensor]] = {}
+        fused: Dict[Any, Tuple[List[Tensor], List[Tensor]]] = {}
         for tensor in tensors:
             known, copy = self._held.get(id(tensor), (None, None))
             if known is not tensor or copy is None or (
-                    copy.shape != tensor.shape or copy.dtype != tensor.dtype
-                    or copy.device != tensor.device):
+                    copy.shape != tensor.shape
+                    or copy.dtype != tensor.dtype):
                 copy = torch.empty_like(tensor, requires_grad=False)
             held[id(tensor)] = (tensor, copy)
-            fused[tensor.dtype, tensor.device].append((copy, tensor))
+            kind = tensor.dtype, tensor.device
+            if kind not in fused:
+                fused[kind] = [], []
+            fused[kind][0].append(copy)
+            fused[kind][1].append(tensor)
         self._held = held
         with torch.no_grad():
-            for pairs in fused.values():
-                torch._foreach_copy_([copy for copy, _ in pairs],
-                                     [tensor for _, tensor in pairs])
+            for copies, originals in fused.values():
+                torch._foreach_copy_(copies, originals)
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor is not what it was; reads from the device."""
