@@ -189,3 +189,37 @@ def test_counters_round_trip():
     resumed = StopRule()
     resumed.load_state_dict(rule.state_dict())
     assert (resumed.consecutive, resumed.total, resumed.steps) == (2, 3, 4)
+
+
+def test_growth_is_quick_again_below_the_start():
+    scale = LossScale(LossScaleSettings(init_scale=64.))
+    steps = []
+
+    def until_it_moves():
+        before, count = scale.scale, 0
+        while scale.scale == before:
+            scale.update(losses_finite=True, grads_finite=True)
+            count += 1
+        return count
+
+    steps.append(until_it_moves())
+    scale.update(losses_finite=True, grads_finite=False)
+    scale.update(losses_finite=True, grads_finite=False)
+    assert scale.scale == 32
+    steps.append(until_it_moves())
+    assert scale.scale == 64
+    steps.append(until_it_moves())
+    assert steps == [500, 500, 2000]
+
+
+def test_the_rules_in_one_line():
+    assert str(LossScale(LossScaleSettings(enabled=False))) == (
+        'no loss scale')
+    assert 'loss scale 256 in 1 to 65536' in str(
+        LossScale(LossScaleSettings()))
+
+
+def test_without_a_scale_the_start_is_stored():
+    """A run in half precision that goes on from here needs one."""
+    state = LossScale(LossScaleSettings(enabled=False)).state_dict()
+    assert state['scale'] == 256
