@@ -12,12 +12,14 @@ hosts                 one host each
 ``hooks``             MMEngine's hooks, and the names that are replaced
 ``engine``            MMEngine's optimizer wrappers, guarded
 ``journal``           what is told of a run, and where
+``losses``            MMDetection's losses in fp32, under their own names
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
 ``raisers``           functions that raise for non-finite numbers
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
+``precision``         regions of full precision inside of autocast
 ``transaction``       what a forward changes, and the way back
 ``picture``           what hangs below a model at one moment
 ``heads``             which part owns a loss, a parameter, a gradient
@@ -79,6 +81,8 @@ def _load_host() -> None:
     has_mmdet = importlib.util.find_spec('mmdet') is not None
     if has_mmdet:
         hooks.shadow_stock_names(guarded=on)
+        from . import losses
+        losses.register_losses()
     if on:
         hooks.allow_resume()
     # mmcv-lite is mmcv without compiled operations.

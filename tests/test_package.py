@@ -21,9 +21,9 @@ LAYERS = {
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
-                'half_sampling', 'heads', 'picture', 'raisers', 'step',
-                'transaction', 'trial'],
-    'hosts': ['engine', 'hooks', 'journal', 'mmcv_ops'],
+                'half_sampling', 'heads', 'picture', 'precision', 'raisers',
+                'step', 'transaction', 'trial'],
+    'hosts': ['engine', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
             for name in names}

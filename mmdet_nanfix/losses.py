@@ -1,0 +1,104 @@
+"""MMDetection's losses in fp32, under names of their own.
+
+For every registered loss class of ``mmdet.models.losses`` there is an
+``Fp32<Name>``: a subclass with the same arguments, attributes and state,
+whose forward gets fp32 copies of all floating inputs (prediction, target,
+weight, a tensor ``avg_factor``) and runs outside of autocast. They are made
+from the host's own classes, so that a loss that a fork adds has one too.
+
+A head that looks at its loss's config or class (``use_sigmoid``,
+``isinstance``, a written ``beta``) finds what it looks for. One compares the
+name of the type: ``GuidedAnchorHead`` takes ``loss_loc`` for a focal loss
+where its type is ``'FocalLoss'``, and no other.
+"""
+import functools
+import sys
+from typing import Any, Callable, Dict, Iterator, Type
+
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .precision import in_fp32
+
+__all__ = ['fp32_class', 'register_losses']
+
+
+def _one_hot_targets(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Focal loss by its formula, not by mmcv's kernel.
+
+    The fp32 kernel takes ``log(1 - p)`` of a rounded p: from a logit of 17
+    on it is log(FLT_MIN) = -87, whatever the logit. The formula goes through
+    the logit itself. It is what mmdet takes for one-hot targets.
+    """
+
+    def call(self: Any, pred: Tensor, target: Tensor, *args: Any,
+             **kwargs: Any) -> Any:
+        if self.use_sigmoid and not self.activated and (
+                pred.dim() != target.dim()):
+            classes = pred.size(1)
+            target = functional.one_hot(
+                target, num_classes=classes + 1)[:, :classes]
+        return forward(self, pred, target, *args, **kwargs)
+
+    return call
+
+
+# By class of mmdet: where the host's fp32 is finite and wrong.
+_MENDED = {'FocalLoss': _one_hot_targets}
+
+
+def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
+    """A subclass of a loss that is computed in fp32.
+
+    Args:
+        kind: The loss class; its subclass is found again by its name in this
+            module, so that it can be pickled.
+
+    Example:
+        >>> Fp32MyLoss = fp32_class(MyLoss)
+    """
+    own = _MENDED.get(kind.__name__, lambda forward: forward)(kind.forward)
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return in_fp32(functools.partial(own, self), *args, **kwargs)
+
+    name = f'Fp32{kind.__name__}'
+    made = type(name, (kind, ), {
+        'forward': forward,
+        '__doc__': f'``{kind.__name__}``, computed in fp32.',
+        '__module__': __name__,
+    })
+    setattr(sys.modules[__name__], name, made)
+    return made
+
+
+def _host_losses() -> Iterator[Type[nn.Module]]:
+    from mmdet.models import losses
+    from mmdet.registry import MODELS as HOST
+
+    for name, kind in vars(losses).items():
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and (
+                HOST.module_dict.get(name) is kind):
+            yield kind
+
+
+def register_losses() -> Dict[str, Type[nn.Module]]:
+    """Register ``Fp32<Name>`` in MMEngine's root registry, once.
+
+    Returns:
+        The classes by name.
+
+    Raises:
+        ImportError: mmdet is not installed.
+    """
+    made = {}
+    for kind in _host_losses():
+        name = f'Fp32{kind.__name__}'
+        known = MODELS.module_dict.get(name)
+        if known is None or known.__base__ is not kind:
+            known = fp32_class(kind)
+            MODELS.register_module(name=name, module=known, force=True)
+        made[name] = known
+    return made

@@ -1,0 +1,52 @@
+import collections
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.precision import in_fp32, widened, without_autocast
+
+HALF = torch.float16
+Pair = collections.namedtuple('Pair', 'left right')
+
+
+def test_half_tensors_of_any_depth():
+    half, wide = torch.ones(2).half(), torch.ones(2)
+    value = {'a': [half, (wide, half.bfloat16())], 'b': Pair(half, 'text'),
+             'c': torch.ones(1, dtype=torch.long), 'd': None}
+    out = widened(value)
+    assert out['a'][0].dtype == out['a'][1][1].dtype == torch.float32
+    assert out['a'][1][0] is wide and out['c'] is value['c']
+    assert isinstance(out['b'], Pair) and out['b'].left.dtype == (
+        torch.float32)
+    assert value['a'][0] is half
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_autocast_is_off(device):
+    x = torch.ones(2, 2)
+    with cuda_autocast():
+        with without_autocast(device):
+            assert F.linear(x, x).dtype == torch.float32
+        assert F.linear(x, x).dtype == HALF
+
+
+def test_a_function_in_fp32():
+    x = torch.full((2, ), 300., dtype=HALF, requires_grad=True)
+    with cuda_autocast():
+        assert torch.isinf(x * x).all()
+        out = in_fp32(lambda value, *, other: value * other[0], x,
+                      other=[x])
+        assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == HALF
+    assert out.dtype == torch.float32 and out.tolist() == [90000., 90000.]
+    out.sum().backward()
+    assert x.grad.dtype == HALF and x.grad.tolist() == [600., 600.]
+
+
+def test_the_banned_operation_runs():
+    x = torch.tensor([.5]).half()
+    with cuda_autocast():
+        with pytest.raises(RuntimeError, match='binary_cross_entropy'):
+            F.binary_cross_entropy(x, x)
+        assert in_fp32(F.binary_cross_entropy, x, x).isfinite()
