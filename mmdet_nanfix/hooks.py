@@ -153,7 +153,9 @@ class NanGuardHook(Hook):
         self._averages = Averages(
             [hook for hook in others
              if not isinstance(hook, (CheckpointHook, RuntimeInfoHook))],
-            besides=[runner.model, *runner.model.modules()])
+            besides=[runner, runner.optim_wrapper,
+                     runner.optim_wrapper.optimizer, runner.model,
+                     *runner.model.modules()])
 
     def before_train_iter(self, runner: Any, batch_idx: int,
                           data_batch: Any = None) -> None:
@@ -161,6 +163,10 @@ class NanGuardHook(Hook):
         wrapper = runner.optim_wrapper
         if not _guards(runner):
             return
+        last = runner._hooks[-1]
+        if not (isinstance(last, _AfterOthers) and last.is_last):
+            # A hook was registered in the middle of the training.
+            self.before_train(runner)
         self._count = wrapper.inner_count
         wrapper.skipped = False
         if wrapper._accumulative_counts > 1 and not wrapper.window_open:
@@ -182,7 +188,9 @@ class NanGuardHook(Hook):
 
     def _keep(self, runner: Any) -> None:
         self._kept = True
-        self._averages.copy(self._in_the_model(runner))
+        self._averages.copy(
+            self._in_the_model(runner),
+            often=runner.optim_wrapper._accumulative_counts > 1)
 
     def _in_the_model(self, runner: Any) -> Iterator[Tensor]:
         """What hooks may update there: all but what the optimizer trains."""
@@ -218,19 +226,19 @@ class _AfterOthers(Hook):
 
     def __init__(self, guard: NanGuardHook, last: bool = False) -> None:
         self._guard = guard
-        self._last = last
+        self.is_last = last
 
     def after_train_iter(self, runner: Any, batch_idx: int,
                          data_batch: Any = None,
                          outputs: Optional[Dict[str, Any]] = None) -> None:
         """Take back what other hooks did in a skipped step."""
         if _guards(runner):
-            self._guard.restore(runner, self._last)
+            self._guard.restore(runner, self.is_last)
 
     def before_save_checkpoint(self, runner: Any,
                                checkpoint: Dict[str, Any]) -> None:
         """Say what in it is not finite; one read from each device."""
-        if not self._last:
+        if not self.is_last:
             return
         exempt = {f'{prefix}{name}' for name in getattr(
             runner.optim_wrapper, 'exempt', ())

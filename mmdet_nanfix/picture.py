@@ -43,8 +43,10 @@ _INTERNAL = frozenset(
 _MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
               'mmengine.logging', 'mmengine.runner', 'mmengine.hooks',
               'mmengine.dataset', 'mmengine.visualization',
-              'mmengine.registry', 'mmengine.optim')
-_LONG = 1000
+              'mmengine.registry', 'mmengine.optim', 'mmdet_nanfix.')
+# A container of plain values of this length is a vocabulary, of any values
+# of that length it is a dataset.
+_LONG, _TOO_LONG = 1000, 5000
 
 _NOTHING: Any = object()
 _EMPTY: Dict[str, Any] = {}
@@ -271,13 +273,11 @@ class Changes:
 
 
 def _worth_a_look(values: Any) -> bool:
-    """Whether a container may hold state; long ones are looked at once.
-
-    Longer containers of plain values are vocabularies and class names.
-    """
+    """Whether the elements of a container may be state of a model."""
     if len(values) <= _LONG:
         return True
-    return type(next(iter(values))) not in _ATOMS
+    return len(values) <= _TOO_LONG and (
+        type(next(iter(values))) not in _ATOMS)
 
 
 def _is_own_state(tensor: Tensor, parameters: bool) -> bool:

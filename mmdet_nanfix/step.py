@@ -89,7 +89,7 @@ class GuardedStep:
             is left in :attr:`flag` for the host to fold in.
 
     Attributes:
-        flag: 0 or NaN for the window so far, where sharded.
+        flag: 0 or NaN for the window so far, where no parameter carries it.
     """
 
     def __init__(self,
@@ -121,6 +121,7 @@ class GuardedStep:
         # Buffers that hold infinities on purpose, by name.
         self.exempt: Set[str] = set()
         self._exempt_places: Set[Tuple[int, str]] = set()
+        self._suspects: Set[str] = set()
         self._add_exempt(self._bad_buffers())
         self._poison: List[Tensor] = []
 
@@ -260,7 +261,12 @@ class GuardedStep:
                  *(flag.to(loss.device) for flag in self._poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
-            return self._anchor.attach(loss, flag)
+            attached = self._anchor.attach(loss, flag)
+            if self._anchor.parameter is not None or (
+                    self._agree is not None):
+                return attached
+        # Nothing can carry it: a model of shards, or one whose whole
+        # forward is within a reentrant checkpoint.
         value = loss.detach()
         self.flag = _sum([item for item in (
             self.flag, value - value, flag) if item is not None])
@@ -299,6 +305,7 @@ class GuardedStep:
         self.flag = None
         if not found_inf:
             self._transaction.commit()
+            self._suspects = set()
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
@@ -341,19 +348,20 @@ class GuardedStep:
     def _exempt(self, names: List[str]) -> Optional[str]:
         """Exempt buffers that a forward fills with infinities on purpose.
 
-        Statistics that overflow hold inf or NaN, and go bad together with
-        others of their module. A buffer with -inf alone (a mask, a score
-        still to be beaten) is deliberate where the module has no other that
-        is bad, and so is one with infinities that the forward has made anew.
+        A mask or a score still to be beaten is filled in every forward: it
+        is bad in two steps in a row while losses and gradients are finite.
+        A statistic that overflowed is bad after one batch. Never exempt are
+        normalization layers, and modules with a NaN among their buffers.
         """
         buffers = self._buffers()
-        owners = [name.rpartition('.')[0] for name in names]
+        spoiled = {name.rpartition('.')[0] for name in names
+                   if buffers[name].isnan().any()}
         meant = [
-            name for name, owner in zip(names, owners)
-            if not buffers[name].isnan().any() and (
-                not self._transaction.had(name)
-                or owners.count(owner) == 1
-                and not torch.isposinf(buffers[name]).any())]
+            name for name in names if name in self._suspects
+            and name.rpartition('.')[0] not in spoiled
+            and not isinstance(self.model.get_submodule(
+                name.rpartition('.')[0]), nn.modules.batchnorm._NormBase)]
+        self._suspects = set(names)
         self._add_exempt(meant)
         if not meant:
             return None

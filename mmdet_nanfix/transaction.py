@@ -181,16 +181,6 @@ class Transaction:
         self._before, self._ends, self._settled = None, [], []
         self._arrays = []
 
-    def had(self, name: str) -> bool:
-        """Whether the model had a buffer when the last forward began."""
-        owner, _, own = name.rpartition('.')
-        if self._before is None or owner not in dict(
-                self.model.named_modules()):
-            return False
-        named = self.model.get_submodule(owner).__dict__.get('_buffers')
-        return any(container is named and held.get(own) is not None
-                   for container, held in self._before.containers)
-
     def rollback(self) -> None:
         """Take back everything that the forwards of the window changed."""
         if not self.open:
@@ -223,12 +213,25 @@ class Averages:
         self._besides = list(besides)
         self._pictures: List[Picture] = []
         self._store = Store()
+        self._keepers: List[Any] = []
+        self._looks = 0
 
-    def copy(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Remember them, and some tensors more."""
-        found = [Picture.of([root.__dict__], True, self._besides)
-                 for root in self._roots]
-        self._pictures = [picture for picture in found if picture.tensors]
+    def copy(self, tensors: Iterable[Tensor] = (),
+             often: bool = False) -> None:
+        """Remember them, and some tensors more.
+
+        Args:
+            tensors: The others.
+            often: This is done all the time: roots that have held no tensor
+                so far are looked at now and then only.
+        """
+        self._looks += 1
+        everywhere = not often or self._looks <= 3 or self._looks % 50 == 0
+        roots = self._roots if everywhere else self._keepers
+        found = [(root, Picture.of([root.__dict__], True, self._besides))
+                 for root in roots]
+        self._keepers = [root for root, picture in found if picture.tensors]
+        self._pictures = [picture for _, picture in found if picture.tensors]
         every = {id(tensor): tensor for picture in self._pictures
                  for tensor in picture.tensors}
         every.update((id(tensor), tensor) for tensor in tensors)
@@ -237,22 +240,35 @@ class Averages:
     def restore(self) -> None:
         """Make them what they were; reads from the device."""
         for picture in self._pictures:
-            moved = any(map(self._store.differs, picture.tensors))
             changes = picture.changes()
-            for space, name, old, _new in changes.names:
-                if isinstance(old, Tensor) or (
-                        moved and type(old) in (int, float)):
-                    space[name] = old
+            pairs = [(space, name, old, new)
+                     for space, name, old, new in changes.names]
             for container, held, now in changes.elements:
-                _replace(container, held, now, moved)
+                pairs.extend(_pairs(container, held, now))
+            averages = [pair for pair in pairs if _is_average(*pair[2:])]
+            if averages or any(map(self._store.differs, picture.tensors)):
+                counts = [pair for pair in pairs
+                          if type(pair[2]) in (int, float)]
+                for place, key, old, _ in averages + counts:
+                    place[key] = old
         self._store.restore()
 
 
-def _replace(container: Any, held: Any, now: Any, moved: bool) -> None:
-    """Put tensors back that were replaced in a dict or a list."""
-    if len(held) != len(now) or not isinstance(container, (dict, list)):
-        return
-    for key in (held if isinstance(held, dict) else range(len(held))):
-        if isinstance(held[key], Tensor) or (
-                moved and type(held[key]) in (int, float)):
-            container[key] = held[key]
+def _pairs(container: Any, held: Any, now: Any) -> Iterator[Any]:
+    """What a dict or a list of unchanged length has replaced, and where."""
+    if len(held) == len(now) and isinstance(container, (dict, list)):
+        for key in (held if isinstance(held, dict) else range(len(held))):
+            new = now.get(key) if isinstance(now, dict) else now[key]
+            if held[key] is not new:
+                yield container, key, held[key], new
+
+
+def _is_average(old: Any, new: Any) -> bool:
+    """A tensor, or a dict or list of tensors with as many as before."""
+    if isinstance(old, Tensor):
+        return True
+    if type(new) is not type(old) or not isinstance(old, (dict, list)) or (
+            not old or len(new) != len(old)):
+        return False
+    values = old.values() if isinstance(old, dict) else old
+    return all(isinstance(value, Tensor) for value in values)

@@ -159,7 +159,7 @@ def _by_trial(error: Exception, model: nn.Module, forward: Forward,
     # The forward may have changed its arguments; a trial must not.
     again = copy.deepcopy((args, dict(kwargs)))
 
-    def raises(samples: Any = None) -> bool:
+    def raises(samples: Any = None, kind: type = Exception) -> bool:
         called, named = copy.deepcopy(again)
         if samples is not None:
             named['data_samples'] = samples
@@ -168,17 +168,21 @@ def _by_trial(error: Exception, model: nn.Module, forward: Forward,
         try:
             forward(*called, **named)
         except Exception as other:
-            return type(other) is type(error)
+            return isinstance(other, kind)
         return False
 
-    if not raises():
+    if not raises(kind=type(error)):
         return None
-    if samples is None or not bad or raises(repaired(samples, bad)):
-        bad = []
-        with FiniteOnly():
-            if raises():
-                return None
-    return _describe(error, model, bad)
+    fine = repaired(samples, bad) if samples is not None and bad else None
+    if fine is not None and not raises(fine):
+        return _describe(error, model, bad)
+    with FiniteOnly():
+        if not raises():
+            return _describe(error, model, [])
+        # A bad annotation and a number that is not finite in one batch.
+        if fine is not None and not raises(fine):
+            return _describe(error, model, bad)
+    return None
 
 
 def num_classes_of(model: nn.Module) -> Optional[int]:

@@ -507,3 +507,48 @@ def test_off_turns_the_hook_off_too(tmp_path, monkeypatch):
     runner, _ = run(tmp_path, Batches(), wrapper='OptimWrapper',
                     hooks=[dict(type='NanGuardHook')])
     assert type(runner.optim_wrapper) is OptimWrapper
+
+
+@pytest.mark.parametrize('accumulate', [1, 2])
+def test_a_hook_that_holds_the_wrapper(tmp_path, accumulate):
+    """Its average is restored, the guard's own counters are not."""
+
+    class Holding(Hook):
+
+        def before_train(self, runner):
+            self.wrapper, self.average = runner.optim_wrapper, {}
+            self.updates = 0
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            weight = runner.model.rpn_head.out.weight.detach()
+            self.average = {'w': self.average.get('w', weight) * .9
+                            + weight * .1}
+            self.updates += 1
+
+    hook = Holding()
+    runner, _ = run(tmp_path, Batches((4, dict(rpn=math.nan))), hooks=[hook],
+                    accumulative_counts=accumulate)
+    assert runner.optim_wrapper.inner_count == 8
+    assert runner.optim_wrapper._stop.total == 1
+    assert runner.optim_wrapper._stop.steps == 8 // accumulate
+    assert hook.updates == 8 - accumulate
+
+
+def test_a_hook_that_comes_late(tmp_path):
+    class Late(Hook):
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None,
+                             outputs=None):
+            self.average += 1
+
+    late = Late()
+    late.average = torch.zeros(1)
+
+    class Adding(Hook):
+
+        def before_train_epoch(self, runner):
+            runner.register_hook(late, priority='LOWEST')
+
+    run(tmp_path, Batches((4, dict(rpn=math.nan))), hooks=[Adding()])
+    assert late.average.item() == 7

@@ -142,6 +142,20 @@ def test_focal_loss_where_its_half_kernel_is_not_finite(logit):
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=0)
 
 
+def test_focal_loss_where_its_fp32_kernel_is_wrong():
+    """log(1 - p) of a rounded p is log(FLT_MIN), whatever the logit."""
+    labels = torch.tensor([1])
+    for logit in (16., 20., 60.):
+        logits = torch.tensor([[logit, 0.]])
+        wanted = host.FocalLoss(reduction='none')(logits.double(), labels)
+        with cuda_autocast(), torch.autocast('cuda', enabled=False):
+            kernel = host.FocalLoss(reduction='none')(logits, labels)
+            ours = OURS['Fp32FocalLoss'](reduction='none')(logits, labels)
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=0)
+        off = abs(kernel[0, 0].item() / wanted[0, 0].item() - 1)
+        assert off > .4 if logit > 17 else off < .1
+
+
 def test_an_empty_batch_and_background():
     loss = OURS['Fp32FocalLoss']()
     with cuda_autocast():

@@ -180,18 +180,18 @@ def test_buffers_that_hold_infinities_on_purpose():
 
 
 @pytest.mark.parametrize('fill', [
-    [[0., -math.inf], [0., 0.]], [[.5, -math.inf], [-math.inf, 3.]]])
-def test_infinities_that_a_forward_means_cost_one_step(fill):
+    [[0., -math.inf], [0., 0.]], [[.5, math.inf], [-math.inf, 3.]],
+    [[math.inf] * 2] * 2])
+def test_infinities_that_every_forward_fills_in_cost_two_steps(fill):
     guard = guard_of(Running())
     fill = torch.tensor(fill)
-    verdict = go(guard, x=torch.ones(3, 2), fill=fill)
-    assert verdict.incident is not None and 'mask' in verdict.note
-    for _ in range(2):
-        verdict = go(guard, x=torch.ones(3, 2), fill=fill)
-        assert verdict.incident is None and verdict.note is None
+    verdicts = [go(guard, x=torch.ones(3, 2), fill=fill) for _ in range(4)]
+    assert [verdict.incident is None for verdict in verdicts] == [
+        False, False, True, True]
+    assert verdicts[0].note is None and 'mask' in verdicts[1].note
 
 
-def test_a_mask_that_is_made_in_a_forward_costs_one_step():
+def test_a_mask_that_is_made_in_a_forward_costs_two_steps():
 
     class Lazy(Running):
 
@@ -202,19 +202,53 @@ def test_a_mask_that_is_made_in_a_forward_costs_one_step():
             return super().forward(x)
 
     guard = guard_of(Lazy())
-    verdicts = [go(guard, x=torch.ones(3, 2)) for _ in range(3)]
+    verdicts = [go(guard, x=torch.ones(3, 2)) for _ in range(4)]
     assert [verdict.incident is None for verdict in verdicts] == [
-        False, True, True]
+        False, False, True, True]
 
 
 @pytest.mark.parametrize('fill', [
-    [[1., math.inf], [0., 0.]], [[math.nan] * 2] * 2, [[math.inf] * 2] * 2,
-    [[0., math.inf], [-math.inf, 0.]], [[-math.inf, math.nan], [0., 0.]]])
-def test_a_poisoned_statistic_does_not_pass_for_a_mask(fill):
+    [[1., math.inf], [0., 0.]], [[0., -math.inf], [0., 0.]]])
+def test_a_statistic_that_overflows_now_and_then_is_never_exempt(fill):
     guard = guard_of(Running())
-    for _ in range(2):
+    for bad in (True, False, True, False, True):
+        verdict = go(guard, x=torch.ones(3, 2),
+                     fill=torch.tensor(fill) if bad else None)
+        assert (verdict.incident is not None) is bad
+        assert verdict.note is None and guard.exempt == set()
+
+
+@pytest.mark.parametrize('fill', [
+    [[math.nan] * 2] * 2, [[-math.inf, math.nan], [0., 0.]]])
+def test_a_nan_is_never_meant(fill):
+    guard = guard_of(Running())
+    for _ in range(3):
         verdict = go(guard, x=torch.ones(3, 2), fill=torch.tensor(fill))
         assert verdict.incident is not None and verdict.note is None
+
+
+def test_a_loss_that_nothing_can_carry():
+    """The whole forward within a reentrant checkpoint."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Whole(torch.nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(2, 1)
+
+        def forward(self, x, add):
+            out = checkpoint(lambda y: self.head(y).mean(),
+                             x.requires_grad_(), use_reentrant=True)
+            return {'loss': out + add}
+
+    guard = guard_of(Whole())
+    for add, bad in ((0., False), (math.inf, True), (0., False)):
+        with guard.watch():
+            losses = guard.model(x=torch.ones(3, 2), add=add)
+        guard.attach(losses['loss']).backward()
+        assert bool(guard.flag.isnan()) is bad
+        guard.judge(bad)
 
 
 def test_an_overflowing_batch_norm_does_not_pass_for_a_mask():
@@ -230,7 +264,7 @@ def test_an_overflowing_batch_norm_does_not_pass_for_a_mask():
             return {'loss': self.norm.weight.sum()}
 
     guard = guard_of(Normed())
-    for sign in (1., -1.):
+    for sign in (1., -1., 1., 1.):
         verdict = go(guard, x=torch.tensor([[3e38], [2e38]]) * sign)
         assert verdict.incident.where.phase == 'buffers'
         assert verdict.note is None and guard.exempt == set()

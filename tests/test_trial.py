@@ -186,3 +186,33 @@ def test_a_mask_survives_finite_only():
         assert torch.isfinite(x).all()
         assert torch.isfinite(torch.empty(3).fill_(math.nan)).all()
         assert torch.zeros(1).expand(4).sum() == 0
+
+
+def test_a_trial_that_itself_fails_does_not_acquit():
+    """Another exception under FiniteOnly is no proof."""
+
+    def own(x):
+        x.to(torch.float8_e4m3fn).isnan()
+        torch.cond(torch.tensor(True), torch.sin, torch.cos, (x, ))
+        raise KeyError('a bug')
+
+    with pytest.raises(KeyError) as caught:
+        own(FINE)
+    assert why(caught.value, nn.Linear(1, 1), own, (FINE, ), {}, Rng(),
+               lambda: None) is None
+
+
+def test_two_causes_in_one_batch():
+    class Both(Raiser):
+
+        def one_hot(self, x, samples):
+            super().one_hot(x, samples)
+            return linear_sum_assignment(x.detach().numpy())
+
+    model = Both('one_hot')
+    samples = [sample([GOOD, GOOD], [0, 7])]
+    with pytest.raises(RuntimeError) as caught:
+        model(BAD, data_samples=samples)
+    raised = why(caught.value, model, model.forward, (BAD, ),
+                 dict(data_samples=samples), Rng(), lambda: None)
+    assert [bad.index for bad in raised.bad] == [1]
