@@ -11,6 +11,7 @@ Layers; imports go down only:
 hosts                 one host each
 ``hooks``             MMEngine's hooks, and the names that are replaced
 ``engine``            MMEngine's optimizer wrappers, guarded
+``guarded``           what these have in common
 ``journal``           what is told of a run, and where
 ``losses``            MMDetection's losses in fp32, under their own names
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them

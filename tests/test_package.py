@@ -23,7 +23,7 @@ MODULES = {
     'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
                 'half_sampling', 'heads', 'picture', 'precision', 'raisers',
                 'step', 'transaction', 'trial'],
-    'hosts': ['engine', 'hooks', 'journal', 'losses', 'mmcv_ops'],
+    'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
             for name in names}

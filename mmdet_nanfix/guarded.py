@@ -1,0 +1,318 @@
+"""What guarded optimizer wrappers of MMEngine have in common.
+
+:class:`Guarded` translates between MMEngine's wrapper protocol and
+:class:`~mmdet_nanfix.step.GuardedStep`.
+"""
+import contextlib
+import logging
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from mmengine import dist
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper
+from torch import Tensor, nn
+
+from . import raisers
+from .arguments import device_of
+from .journal import Journal, say, warn
+from .picture import Picture, Undo
+from .policy import LossScale, StopRule
+from .records import NonFiniteError
+from .step import GuardedStep, Verdict
+
+__all__ = ['Guarded']
+
+# With ``compile`` in a config MMEngine compiles the whole training step: the
+# forward below the guard is compiled, the guard itself is not.
+_not_compiled: Callable[[Any], Any] = getattr(
+    getattr(torch, 'compiler', None), 'disable', lambda function: function)
+
+
+class _NotCompiled:
+    """A context manager whose ends are not compiled, but what is between."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    @_not_compiled
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    @_not_compiled
+    def __exit__(self, *exc: Any) -> Any:
+        return self._context.__exit__(*exc)
+
+
+def _ranks_with(flag: bool) -> List[int]:
+    """Ranks on which a flag is up; a collective, after failures."""
+    device = dist.get_comm_device(None)
+    flags = dist.all_gather(torch.tensor(float(flag), device=device))
+    return [rank for rank, up in enumerate(flags) if up.item()]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP holds the parameters."""
+    return any(type(module).__mro__ and any(
+        base.__name__ == 'FullyShardedDataParallel'
+        for base in type(module).__mro__) for module in model.modules())
+
+
+def _segfaults(model: nn.Module) -> bool:
+    """Whether a backward of NaN ends the process.
+
+    mmcv's deformable convolutions on a CPU index with what they sample at.
+    """
+    return any(base.__name__ in ('DeformConv2d', 'ModulatedDeformConv2d')
+               for module in model.modules()
+               for base in type(module).__mro__)
+
+
+class Guarded(OptimWrapper):
+    """What both wrappers have in common: a guard around each step.
+
+    A healthy step costs no read from the device beyond :meth:`_found_inf`,
+    or one more where the backward of a NaN would end the process.
+    """
+
+    _guard: Optional[GuardedStep] = None
+    _whole: Optional[nn.Module] = None
+    _stock = False
+    _look_first = False
+    _alone = True
+
+    def _set_up(self, scale: LossScale, stop: StopRule) -> None:
+        self._scale = scale
+        self._stop = stop
+        self._journal = Journal(stop)
+        #: Whether the last optimizer step was skipped.
+        self.skipped = False
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int,
+                                max_counts: int) -> None:
+        """Arm the guard; the runner calls this right before training."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        self._guard = None
+        if self._stock:
+            warn(f'devices of type {device_of(self.optimizer)!r} are not '
+                 'guarded: the optimizer wrapper behaves as the stock class')
+            return
+        self._arm(model)
+
+    def _arm(self, model: nn.Module) -> GuardedStep:
+        if self._guard is not None:
+            return self._guard
+        self._whole = model
+        sharded = _is_sharded(model)
+        model = model.module if is_model_wrapper(model) else model
+        # DDP in one process counts forwards too: one that raised would be
+        # missing in its books.
+        alone = dist.get_world_size() == 1 and model is self._whole
+        self._look_first = alone and _segfaults(model) and (
+            device_of(self.optimizer) == 'cpu')
+        self._guard = GuardedStep(
+            model, self.optimizer, self._scale, self._stop, self._clock,
+            rank=dist.get_rank(), agree=None if alone else _ranks_with,
+            others=[self._hub_undo], sharded=sharded)
+        self._alone = alone
+        if not alone:
+            raisers.install()
+        self._journal.open()
+        if self._scale.note:
+            say(self._scale.note)
+        say(self._settings_line())
+        if self._guard.exempt:
+            names = sorted(self._guard.exempt)
+            say(f'{len(names)} buffers hold non-finite numbers from the '
+                f'start and are not watched: {", ".join(names[:3])}'
+                + (', ...' if len(names) > 3 else ''))
+        return self._guard
+
+    def _hub_undo(self) -> Callable[[], Undo]:
+        """Take back what a forward writes to the message hub.
+
+        A history is never written to in place, but re-assigned.
+        """
+        hub = self.message_hub
+        spaces = [hub.runtime_info, hub.log_scalars,
+                  *map(vars, hub.log_scalars.values())]
+        before = Picture([(space, dict(space)) for space in spaces])
+
+        def ended() -> Undo:
+            return before.changes().take_back
+
+        return ended
+
+    def _clock(self) -> Tuple[Optional[int], int]:
+        """Epoch and global iteration, both from 1."""
+        info = self.message_hub.runtime_info
+        epoch = info.get('epoch')
+        # Without a runner the backwards count the iterations.
+        iteration = info['iter'] + 1 if 'iter' in info else self._inner_count
+        return None if epoch is None else int(epoch) + 1, int(iteration)
+
+    def _settings_line(self) -> str:
+        return (f'guarding {self._precision()} training; {self._scale}; stop '
+                f'after {self._stop.max_consecutive} skipped steps in a row; '
+                f'incidents go to {self._journal.path or "the console only"}')
+
+    def _precision(self) -> str:
+        return 'full-precision'
+
+    def optim_context(self, model: nn.Module) -> Any:
+        """Watch the losses of one forward, in autocast where there is one."""
+        return _NotCompiled(self._context(model))
+
+    @contextlib.contextmanager
+    def _context(self, model: nn.Module) -> Iterator[None]:
+        if self._stock:
+            with super().optim_context(model):
+                yield
+            return
+        guard = self._arm(model)
+        bare = model.module if is_model_wrapper(model) else model
+        with OptimWrapper.optim_context(self, model), guard.watch(bare), (
+                self._autocast()), self._together(guard):
+            yield
+
+    @contextlib.contextmanager
+    def _together(self, guard: GuardedStep) -> Iterator[None]:
+        """What several ranks need so that all reach the end of a forward."""
+        if self._alone:
+            yield
+            return
+        try:
+            with raisers.tainting(guard.taint):
+                yield
+        except Exception as error:
+            # The console of other ranks than the first shows errors only.
+            say(f'rank {dist.get_rank()} raised {type(error).__name__} in '
+                'its forward; the other ranks wait for it and will time out',
+                logging.ERROR)
+            raise
+
+    def _autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+    @_not_compiled
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of the loss with its anchor term."""
+        if self._stock or self._guard is None:
+            super().backward(loss, **kwargs)
+            return
+        guarded = self._guard.attach(loss)
+        if guarded is not None and self._look_first and (
+                self._guard.loss_is_bad()):
+            self._guard.give_up()
+            guarded = None
+        if guarded is None:
+            self._inner_count += 1
+        else:
+            super().backward(guarded, **kwargs)
+        if not self.should_update():
+            self._guard.settle()
+
+    @_not_compiled
+    def step(self, **kwargs: Any) -> None:
+        """Step, or skip, take back and record; then update the loss scale.
+
+        Raises:
+            NonFiniteError: Too many steps were skipped.
+        """
+        if self._stock:
+            super().step(**kwargs)
+            return
+        guard = self._guard
+        self.skipped = (guard is not None and guard.must_skip) or (
+            self._found_inf())
+        if not self.skipped:
+            if self.clip_grad_kwargs:
+                self._clip_grad()
+            self._apply(**kwargs)
+        before = self._scale.scale
+        verdict = guard.judge(self.skipped) if guard else (
+            self._judge_unarmed(self.skipped))
+        self._rescale(self._scale.scale)
+        iteration = self._clock()[1]
+        if self._scale.scale != before:
+            self._journal.draw('scale', self._scale.scale, iteration)
+        if verdict.incident is not None:
+            self._journal.tell(verdict.incident)
+        if verdict.note is not None:
+            warn(verdict.note)
+        if verdict.stop is not None or (
+                self._inner_count == self._max_counts):
+            self.close()
+        if verdict.stop is not None:
+            raise NonFiniteError(
+                self._journal.stop_message(verdict.stop, self._save()),
+                verdict.incident)
+
+    def _found_inf(self) -> bool:
+        """Result of the check of the gradients; the one read of a step."""
+        raise NotImplementedError
+
+    def _apply(self, **kwargs: Any) -> None:
+        self.optimizer.step(**kwargs)
+
+    def _rescale(self, scale: float) -> None:
+        """Take over the loss scale of the next step."""
+
+    def _judge_unarmed(self, found_inf: bool) -> Verdict:
+        """Without a model there is no evidence; scale and skip still work."""
+        self._scale.update(losses_finite=True, grads_finite=not found_inf)
+        return Verdict(stop=self._stop.update(skipped=found_inf))
+
+    def _save(self) -> str:
+        if self._guard is None or self._whole is None:
+            return 'No weights were saved, since no model is known.'
+        whole = self._whole
+        model = whole if _is_sharded(whole) else self._guard.model
+        epoch, iteration = self._clock()
+        return self._journal.save_weights(model, epoch, iteration,
+                                          self.state_dict())
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients of earlier iterations wait for their step."""
+        return self._guard is not None and self._guard.window_open
+
+    @property
+    def guarding(self) -> bool:
+        """Whether steps are guarded: a device that is, and a known model."""
+        return self._guard is not None
+
+    @property
+    def exempt(self) -> List[str]:
+        """Buffers that hold infinities on purpose, by name."""
+        return sorted(self._guard.exempt) if self._guard else []
+
+    def close(self) -> None:
+        """Print the table at the end, once."""
+        if not self._stock:
+            self._journal.close(self._scale.scale)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The optimizer's state and, as plain numbers, scale and counters."""
+        if self._stock:
+            return super().state_dict()
+        state = OptimWrapper.state_dict(self)
+        state['loss_scaler'] = {**self._scale.state_dict(),
+                                **self._stop.state_dict()}
+        return state
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Load a checkpoint of a guarded or of a stock wrapper."""
+        if self._stock:
+            super().load_state_dict(state_dict)
+            return
+        stored = state_dict.pop('loss_scaler', {})
+        self._stop.load_state_dict(stored)
+        complaint = self._scale.load_state_dict(stored)
+        if complaint:
+            warn(complaint)
+        self._reload()
+        OptimWrapper.load_state_dict(self, state_dict)
+
+    def _reload(self) -> None:
+        """Take over the loss scale of a checkpoint."""
