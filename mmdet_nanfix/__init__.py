@@ -18,6 +18,7 @@ hosts                 one host each
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
 ``raisers``           functions that raise for non-finite numbers
+``buffers``           which buffers must stay finite
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
 ``precision``         regions of full precision inside of autocast

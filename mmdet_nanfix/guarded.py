@@ -121,8 +121,8 @@ class Guarded(OptimWrapper):
         if self._scale.note:
             say(self._scale.note)
         say(self._settings_line())
-        if self._guard.exempt:
-            names = sorted(self._guard.exempt)
+        if self._guard.buffers.exempt:
+            names = sorted(self._guard.buffers.exempt)
             say(f'{len(names)} buffers hold non-finite numbers from the '
                 f'start and are not watched: {", ".join(names[:3])}'
                 + (', ...' if len(names) > 3 else ''))
@@ -285,7 +285,7 @@ class Guarded(OptimWrapper):
     @property
     def exempt(self) -> List[str]:
         """Buffers that hold infinities on purpose, by name."""
-        return sorted(self._guard.exempt) if self._guard else []
+        return sorted(self._guard.buffers.exempt) if self._guard else []
 
     def close(self) -> None:
         """Print the table at the end, once."""

@@ -22,7 +22,8 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
-from .finite import Anchor, bad_tensors, can_be_checked, flag_of, kind_of
+from .buffers import WatchedBuffers
+from .finite import Anchor, bad_tensors, kind_of
 from .heads import UNKNOWN, Parts, loss_terms
 from .picture import Undo
 from .policy import LossScale, StopRule
@@ -90,6 +91,7 @@ class GuardedStep:
 
     Attributes:
         flag: 0 or NaN for the window so far, where no parameter carries it.
+        buffers: Those that are watched, and those that are not.
     """
 
     def __init__(self,
@@ -118,12 +120,8 @@ class GuardedStep:
         self._window: List[_MicroStep] = []
         self._transaction = Transaction(model, others)
         self._raised: Optional[Raised] = None
-        # Buffers that hold infinities on purpose, by name.
-        self.exempt: Set[str] = set()
-        self._exempt_places: Set[Tuple[int, str]] = set()
-        self._suspects: Set[str] = set()
-        self._add_exempt(self._bad_buffers())
         self._poison: List[Tensor] = []
+        self.buffers = WatchedBuffers(model)
 
     def _optimized(self) -> Set[int]:
         """``id`` of each parameter that the optimizer has now."""
@@ -133,25 +131,6 @@ class GuardedStep:
             self._known = lengths, {id(parameter) for group in groups
                                     for parameter in group}
         return self._known[1]
-
-    def _buffers(self) -> Dict[str, Tensor]:
-        """Buffers that are watched, as they are now, by name."""
-        return {name: buffer for name, buffer in self.model.named_buffers()
-                if can_be_checked(buffer)
-                and name not in self.exempt}
-
-    def _add_exempt(self, names: Sequence[str]) -> None:
-        self.exempt.update(names)
-        for name in names:
-            owner, _, own = name.rpartition('.')
-            module = self.model.get_submodule(owner)
-            self._exempt_places.add((id(module._buffers), own))
-
-    def _bad_buffers(self) -> List[str]:
-        """Names of watched buffers that are not finite; one read."""
-        buffers = self._buffers()
-        names = list(buffers)
-        return [names[i] for i in bad_tensors(list(buffers.values()))]
 
     @property
     def must_skip(self) -> bool:
@@ -254,10 +233,7 @@ class GuardedStep:
         self._losses = {}
         if self._raised is not None:
             return None
-        watched = [buffer for place, buffer in self._transaction.buffers()
-                   if can_be_checked(buffer)
-                   and place not in self._exempt_places]
-        flags = [flag_of(watched, loss.device),
+        flags = [self.buffers.flag(self._transaction.buffers(), loss.device),
                  *(flag.to(loss.device) for flag in self._poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
@@ -305,14 +281,14 @@ class GuardedStep:
         self.flag = None
         if not found_inf:
             self._transaction.commit()
-            self._suspects = set()
+            self.buffers.accept()
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
         before = self.scale.scale
         epoch, iteration = self._clock()
         micro, loss_bad = _worst(window)
-        bad_buffers = self._bad_buffers()
+        bad_buffers = self.buffers.bad()
         here = loss_bad or bool(bad_buffers)
         ranks = ([self._rank] if here else []) if self._agree is None else (
             self._agree(here))
@@ -322,8 +298,8 @@ class GuardedStep:
         self._parts = Parts(self.model, self._parts)
         heads = self._heads(micro, bool(ranks))
         where = self._where(heads, loss_bad, bad_buffers, bool(ranks))
-        note = self._exempt(bad_buffers) if where.phase == 'buffers' else (
-            None)
+        note = self.buffers.suspect(bad_buffers) if (
+            where.phase == 'buffers') else None
         self._transaction.rollback()
         stop = self.stop.update(skipped=True)
         raised = micro.raised if micro else None
@@ -344,29 +320,6 @@ class GuardedStep:
             error=raised.error or None if raised else None,
             ranks=ranks or None if self._agree is not None else None)
         return Verdict(incident, stop, note)
-
-    def _exempt(self, names: List[str]) -> Optional[str]:
-        """Exempt buffers that a forward fills with infinities on purpose.
-
-        A mask or a score still to be beaten is filled in every forward: it
-        is bad in two steps in a row while losses and gradients are finite.
-        A statistic that overflowed is bad after one batch. Never exempt are
-        normalization layers, and modules with a NaN among their buffers.
-        """
-        buffers = self._buffers()
-        spoiled = {name.rpartition('.')[0] for name in names
-                   if buffers[name].isnan().any()}
-        meant = [
-            name for name in names if name in self._suspects
-            and name.rpartition('.')[0] not in spoiled
-            and not isinstance(self.model.get_submodule(
-                name.rpartition('.')[0]), nn.modules.batchnorm._NormBase)]
-        self._suspects = set(names)
-        self._add_exempt(meant)
-        if not meant:
-            return None
-        return (f'buffer {meant[0]} was filled with infinities that look '
-                'meant; it is not watched from here on')
 
     def _where_raised(self, raised: Raised) -> Where:
         module = raised.module

@@ -20,9 +20,9 @@ LAYERS = {
 }
 MODULES = {
     'plain': ['policy', 'records', 'report'],
-    'tensors': ['annotations', 'arguments', 'emulation', 'finite', 'half_ops',
-                'half_sampling', 'heads', 'picture', 'precision', 'raisers',
-                'step', 'transaction', 'trial'],
+    'tensors': ['annotations', 'arguments', 'buffers', 'emulation', 'finite',
+                'half_ops', 'half_sampling', 'heads', 'picture',
+                'precision', 'raisers', 'step', 'transaction', 'trial'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
