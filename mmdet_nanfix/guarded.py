@@ -185,6 +185,8 @@ class Guarded(OptimWrapper):
             with raisers.tainting(guard.taint):
                 yield
         except Exception as error:
+            if dist.get_world_size() == 1:
+                raise
             # The console of other ranks than the first shows errors only.
             say(f'rank {dist.get_rank()} raised {type(error).__name__} in '
                 'its forward; the other ranks wait for it and will time out',
@@ -276,11 +278,6 @@ class Guarded(OptimWrapper):
     def window_open(self) -> bool:
         """Whether gradients of earlier iterations wait for their step."""
         return self._guard is not None and self._guard.window_open
-
-    @property
-    def guarding(self) -> bool:
-        """Whether steps are guarded: a device that is, and a known model."""
-        return self._guard is not None
 
     @property
     def exempt(self) -> List[str]:
