@@ -11,7 +11,7 @@ from . import emulation
 from .arguments import checked_dtype, device_of, scaler_for, split_settings
 from .finite import bad_tensors
 from .guarded import Guarded
-from .policy import LossScale, LossScaleSettings, StopRule
+from .policy import LossScale, LossScaleSettings
 
 __all__ = [
     'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper', 'StockAmpOptimWrapper'
@@ -45,13 +45,10 @@ class NanSafeOptimWrapper(Guarded):
         super().__init__(**kwargs)
         self.guard_with(nanfix)
 
-    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
-        """Begin to guard, with these settings."""
-        overrides, stop = split_settings(nanfix)
+    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
         # Checked all the same: a typing error should not pass.
         LossScaleSettings.from_arguments('dynamic', overrides)
-        self._set_up(LossScale(LossScaleSettings(enabled=False)),
-                     StopRule(**stop))
+        return LossScale(LossScaleSettings(enabled=False))
 
     def _found_inf(self) -> bool:
         found = bool(bad_tensors([
@@ -125,22 +122,14 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         OptimWrapper.__init__(self, **kwargs)
         self._scale_update_param = None
         self._loss_scale, self._use_fsdp = loss_scale, use_fsdp
-        self._nanfix = dict(nanfix or {})
-        self.guard_with({})
+        self.guard_with(nanfix)
 
-    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
-        """Begin to guard, with settings that win over those it has."""
-        if self._stock:
-            return
-        overrides, stop = split_settings(nanfix)
-        earlier, earlier_stop = split_settings(self._nanfix)
-        settings = LossScaleSettings.from_arguments(
-            self._loss_scale, {**earlier, **overrides})
-        self._nanfix.update(nanfix or {})
-        self._set_up(LossScale(settings),
-                     StopRule(**{**earlier_stop, **stop}))
+    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+        scale = LossScale(LossScaleSettings.from_arguments(
+            self._loss_scale, overrides))
         self.loss_scaler = scaler_for(device_of(self.optimizer),
-                                      self._use_fsdp, self._scale.scale)
+                                      self._use_fsdp, scale.scale)
+        return scale
 
     def _precision(self) -> str:
         emulated = ' (emulated)' if self.cast_dtype in _HALVES and (
@@ -171,7 +160,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         found = list(state['found_inf_per_device'].values())
         flag = self._guard.flag if self._guard is not None else None
         if flag is not None:
-            # Shards: the state of the losses, one number for all ranks.
+            # No parameter carries the state of the losses: one number more.
             flag = flag.isnan().float()
             dist.all_reduce(flag, 'max')
             found.append(flag)

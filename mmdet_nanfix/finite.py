@@ -11,10 +11,12 @@ from typing import (
     Callable,
     Collection,
     Deque,
+    Dict,
     Iterator,
     List,
     Optional,
     Sequence,
+    Tuple,
 )
 
 import torch
@@ -131,28 +133,30 @@ def _values(tensor: Tensor) -> Tensor:
 def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
     """Indices of the tensors that hold a NaN or an infinity.
 
-    One read from each device. The infinity norm propagates both and, unlike
-    a sum, cannot overflow by itself.
+    One read for each dtype and device among them. The infinity norm
+    propagates both and, unlike a sum, cannot overflow by itself.
 
     Args:
         tensors: Of any shape, layout and floating dtype; None, empty and
             other dtypes count as finite.
     """
-    index = []
-    values = []
+    alike: Dict[Any, Tuple[List[int], List[Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is None or nn.parameter.is_lazy(tensor):
             continue
         value = _values(tensor)
         if can_be_checked(value):
+            index, values = alike.setdefault(
+                (value.dtype, value.device), ([], []))
             index.append(i)
             values.append(value)
-    if not values:
-        return []
-    norms = torch._foreach_norm(values, math.inf)
-    flags = torch.stack([norm.double().to('cpu') for norm in norms])
-    return [i for i, ok in zip(index, torch.isfinite(flags).tolist())
-            if not ok]
+    bad: List[int] = []
+    for index, values in alike.values():
+        # Together on the device: each transfer by itself would be a read.
+        norms = torch.stack(torch._foreach_norm(values, math.inf))
+        bad.extend(i for i, ok in zip(index, norms.isfinite().tolist())
+                   if not ok)
+    return sorted(bad)
 
 
 def flag_of(tensors: Sequence[Tensor], device: torch.device

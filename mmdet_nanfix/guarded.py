@@ -14,7 +14,7 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
 from . import raisers
-from .arguments import device_of
+from .arguments import device_of, split_settings
 from .journal import Journal, say, warn
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
@@ -51,11 +51,15 @@ def _ranks_with(flag: bool) -> List[int]:
     return [rank for rank, up in enumerate(flags) if up.item()]
 
 
+def _holds(model: nn.Module, *names: str) -> bool:
+    """Whether a module of a model is of a class, or below one, so named."""
+    return any(base.__name__ in names for module in model.modules()
+               for base in type(module).__mro__)
+
+
 def _is_sharded(model: nn.Module) -> bool:
     """Whether FSDP holds the parameters."""
-    return any(type(module).__mro__ and any(
-        base.__name__ == 'FullyShardedDataParallel'
-        for base in type(module).__mro__) for module in model.modules())
+    return _holds(model, 'FullyShardedDataParallel')
 
 
 def _segfaults(model: nn.Module) -> bool:
@@ -63,9 +67,7 @@ def _segfaults(model: nn.Module) -> bool:
 
     mmcv's deformable convolutions on a CPU index with what they sample at.
     """
-    return any(base.__name__ in ('DeformConv2d', 'ModulatedDeformConv2d')
-               for module in model.modules()
-               for base in type(module).__mro__)
+    return _holds(model, 'DeformConv2d', 'ModulatedDeformConv2d')
 
 
 class Guarded(OptimWrapper):
@@ -81,12 +83,24 @@ class Guarded(OptimWrapper):
     _look_first = False
     _alone = True
 
-    def _set_up(self, scale: LossScale, stop: StopRule) -> None:
-        self._scale = scale
-        self._stop = stop
-        self._journal = Journal(stop)
+    _nanfix: Dict[str, Any] = {}
+
+    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
+        """Begin to guard, with settings that win over those it has."""
+        if self._stock:
+            return
+        split_settings(nanfix)
+        self._nanfix = {**self._nanfix, **(nanfix or {})}
+        overrides, stop = split_settings(self._nanfix)
+        self._scale = self._scale_of(overrides)
+        self._stop = StopRule(**stop)
+        self._journal = Journal(self._stop)
         #: Whether the last optimizer step was skipped.
         self.skipped = False
+
+    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+        """The loss scale with these settings."""
+        raise NotImplementedError
 
     def initialize_count_status(self, model: nn.Module, init_counts: int,
                                 max_counts: int) -> None:

@@ -142,5 +142,7 @@ class Parts:
 def _read(scalars: Mapping[str, Any]) -> Dict[str, float]:
     if not scalars:
         return {}
-    stacked = torch.stack([value.to('cpu') for value in scalars.values()])
+    values = list(scalars.values())
+    # Together on one device: each transfer by itself would be a read.
+    stacked = torch.stack([value.to(values[0].device) for value in values])
     return dict(zip(scalars, stacked.tolist()))

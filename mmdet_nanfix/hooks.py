@@ -176,14 +176,15 @@ class NanGuardHook(Hook):
                          data_batch: Any = None,
                          outputs: Optional[Dict[str, Any]] = None) -> None:
         """Keep averaged models before other hooks update them."""
-        if _guards(runner) and runner.optim_wrapper.inner_count > (
-                self._count + 1):
+        if not _guards(runner):
+            return
+        wrapper = runner.optim_wrapper
+        if wrapper.inner_count > self._count + 1:
             raise RuntimeError(
                 'a training step that updates parameters several times '
                 'cannot be guarded; MMDET_NANFIX=off in the environment '
                 'trains it without a guard')
-        if _guards(runner) and runner.optim_wrapper.skipped and (
-                runner.optim_wrapper._accumulative_counts == 1):
+        if wrapper.skipped and wrapper._accumulative_counts == 1:
             self._keep(runner)
 
     def _keep(self, runner: Any) -> None:
@@ -294,7 +295,6 @@ def adopt(wrapper: Any, settings: Dict[str, Any]) -> None:
         } if scaler.is_enabled() else {'enabled': False}
         wrapper._use_fsdp = type(scaler).__name__ == 'ShardedGradScaler'
         wrapper._scale_update_param = None
-        wrapper._nanfix = {}
         wrapper.cast_dtype = wrapper.cast_dtype or torch.float16
         wrapper.__class__ = NanSafeAmpOptimWrapper
     elif kind is OptimWrapper:

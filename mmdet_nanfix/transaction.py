@@ -28,6 +28,7 @@ from .picture import Changes, Picture, Undo
 
 __all__ = ['Averages', 'Rng', 'Store', 'Transaction']
 
+
 class Rng:
     """The state of all random number generators that a step may draw from.
 
@@ -241,8 +242,7 @@ class Averages:
         """Make them what they were; reads from the device."""
         for picture in self._pictures:
             changes = picture.changes()
-            pairs = [(space, name, old, new)
-                     for space, name, old, new in changes.names]
+            pairs = list(changes.names)
             for container, held, now in changes.elements:
                 pairs.extend(_pairs(container, held, now))
             averages = [pair for pair in pairs if _is_average(*pair[2:])]

@@ -179,3 +179,15 @@ def test_what_cannot_be_checked():
                    nn.LazyBatchNorm1d().running_mean,
                    torch.ones(1).to_sparse()):
         assert not can_be_checked(tensor)
+
+
+def test_bad_tensors_are_found_in_one_go():
+    """On a GPU each transfer of one number would be a read."""
+    from overhead import Calls
+    counts = []
+    for number in (2, 50):
+        with Calls() as calls:
+            bad_tensors([torch.ones(3)] * number)
+        assert not {'_to_copy', 'item'} & set(calls.by_name)
+        counts.append(calls.total - calls.by_name['detach'])
+    assert counts[0] == counts[1]

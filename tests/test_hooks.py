@@ -552,3 +552,13 @@ def test_a_hook_that_comes_late(tmp_path):
 
     run(tmp_path, Batches((4, dict(rpn=math.nan))), hooks=[Adding()])
     assert late.average.item() == 7
+
+
+@pytest.mark.parametrize('wrapper', ['AmpOptimWrapper',
+                                     'NanSafeOptimWrapper'])
+def test_settings_of_the_wrapper_stay_where_the_hook_has_none(tmp_path,
+                                                              wrapper):
+    runner, _ = run(tmp_path, Batches(), batches=1, wrapper=wrapper,
+                    nanfix=dict(max_consecutive=3),
+                    hooks=[dict(type='NanGuardHook', init_scale=128.)])
+    assert runner.optim_wrapper._stop.max_consecutive == 3
