@@ -1,13 +1,16 @@
 """Arguments of an optimizer wrapper, checked and turned into parts."""
-from typing import Any, Dict, Tuple, Union
+import dataclasses
+from typing import Any, Dict, Optional, Union
 
 import torch
 
 from .policy import LossScaleSettings
+from .regions import MODES
 
-__all__ = ['checked_dtype', 'device_of', 'scaler_for', 'split_settings']
+__all__ = [
+    'Settings', 'checked_dtype', 'device_of', 'scaler_for', 'split_settings'
+]
 
-_STOP_SETTINGS = ('max_consecutive', )
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 
 
@@ -30,25 +33,50 @@ def checked_dtype(dtype: Union[str, torch.dtype, None]) -> torch.dtype:
     return getattr(torch, name)
 
 
-def split_settings(nanfix: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Settings of the loss scale and of the stop rule.
+@dataclasses.dataclass
+class Settings:
+    """Settings by the part that takes them.
+
+    Attributes:
+        scale: Of the loss scale.
+        stop: Of the stop rule.
+        fp32: Which regions run in fp32, of :data:`~.regions.MODES`.
+    """
+
+    scale: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    stop: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    fp32: Optional[str] = 'heads'
+
+
+def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
+    """Settings as a config gives them, split and checked by name.
 
     Raises:
         TypeError: No dict, or a name that does not exist.
+        ValueError: Regions that do not exist.
     """
     if nanfix is None:
-        return {}, {}
+        return Settings()
     if not isinstance(nanfix, dict):
         raise TypeError('Expected argument `nanfix` to be a dict of settings,'
                         f' but got {nanfix!r}')
-    stop = {key: nanfix[key] for key in _STOP_SETTINGS if key in nanfix}
-    scale = {key: value for key, value in nanfix.items() if key not in stop}
-    accepted = (*_STOP_SETTINGS, *LossScaleSettings.__dataclass_fields__)
-    for key in scale:
-        if key not in accepted:
-            raise TypeError(f'`nanfix` has no setting {key!r}; accepted are '
-                            f'{", ".join(accepted)}')
-    return scale, stop
+    found = Settings()
+    scales = LossScaleSettings.__dataclass_fields__
+    for key, value in nanfix.items():
+        if key == 'fp32':
+            if value not in MODES:
+                raise ValueError('Expected setting `fp32` to be one of '
+                                 f'{MODES}, but got {value!r}')
+            found.fp32 = value
+        elif key == 'max_consecutive':
+            found.stop[key] = value
+        elif key in scales:
+            found.scale[key] = value
+        else:
+            raise TypeError(
+                f'`nanfix` has no setting {key!r}; accepted are '
+                f'{", ".join(("max_consecutive", "fp32", *scales))}')
+    return found
 
 
 def device_of(optimizer: Any) -> str:

@@ -136,6 +136,9 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             device_of(self.optimizer) == 'cpu') else ''
         return f'{str(self.cast_dtype)[6:]}{emulated}'
 
+    def _regions(self) -> Optional[str]:
+        return self._fp32 if self.cast_dtype in _HALVES else None
+
     def _autocast(self) -> Any:
         device = device_of(self.optimizer)
         if self.cast_dtype not in _HALVES:

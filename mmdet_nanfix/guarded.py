@@ -13,7 +13,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from . import raisers
+from . import losses, raisers, regions
 from .arguments import device_of, split_settings
 from .journal import Journal, say, warn
 from .picture import Picture, Undo
@@ -84,6 +84,7 @@ class Guarded(OptimWrapper):
     _alone = True
 
     _nanfix: Dict[str, Any] = {}
+    _fp32: Optional[str] = None
 
     def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
         """Begin to guard, with settings that win over those it has."""
@@ -91,9 +92,10 @@ class Guarded(OptimWrapper):
             return
         split_settings(nanfix)
         self._nanfix = {**self._nanfix, **(nanfix or {})}
-        overrides, stop = split_settings(self._nanfix)
-        self._scale = self._scale_of(overrides)
-        self._stop = StopRule(**stop)
+        settings = split_settings(self._nanfix)
+        self._fp32 = settings.fp32
+        self._scale = self._scale_of(settings.scale)
+        self._stop = StopRule(**settings.stop)
         self._journal = Journal(self._stop)
         #: Whether the last optimizer step was skipped.
         self.skipped = False
@@ -131,6 +133,8 @@ class Guarded(OptimWrapper):
         self._alone = alone
         if not alone:
             raisers.install()
+        if self._regions() is not None:
+            regions.install(model, losses.mended)
         self._journal.open()
         if self._scale.note:
             say(self._scale.note)
@@ -166,7 +170,10 @@ class Guarded(OptimWrapper):
         return None if epoch is None else int(epoch) + 1, int(iteration)
 
     def _settings_line(self) -> str:
-        return (f'guarding {self._precision()} training; {self._scale}; stop '
+        mode = self._regions()
+        fp32 = f', fp32 in {mode}' if mode else ''
+        return (f'guarding {self._precision()} training{fp32}; '
+                f'{self._scale}; stop '
                 f'after {self._stop.max_consecutive} skipped steps in a row; '
                 f'incidents go to {self._journal.path or "the console only"}')
 
@@ -186,7 +193,7 @@ class Guarded(OptimWrapper):
         guard = self._arm(model)
         bare = model.module if is_model_wrapper(model) else model
         with OptimWrapper.optim_context(self, model), guard.watch(bare), (
-                self._autocast()), self._together(guard):
+                self._autocast()), self._switched(), self._together(guard):
             yield
 
     @contextlib.contextmanager
@@ -210,6 +217,13 @@ class Guarded(OptimWrapper):
     def _autocast(self) -> Any:
         return contextlib.nullcontext()
 
+    def _regions(self) -> Optional[str]:
+        """Which regions run in fp32; None where all is fp32 anyway."""
+        return None
+
+    def _switched(self) -> Any:
+        return regions.switched(self._regions(), device_of(self.optimizer))
+
     @_not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the loss with its anchor term."""
@@ -224,7 +238,8 @@ class Guarded(OptimWrapper):
         if guarded is None:
             self._inner_count += 1
         else:
-            super().backward(guarded, **kwargs)
+            with self._switched():
+                super().backward(guarded, **kwargs)
         if not self.should_update():
             self._guard.settle()
 

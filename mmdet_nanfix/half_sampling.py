@@ -1,15 +1,14 @@
-"""Bilinear sampling of feature maps, as mmcv's half CUDA kernels do it.
+"""Bilinear sampling of feature maps, as mmcv's CUDA kernels do it.
 
-Where a kernel samples, and with which weights, is computed in half, step by
-step like in the kernel; what it reads there is summed in fp32, by an
-embedding bag over the rows of the feature map, and rounded once. The kernels
-round after each sample instead: a sum that overflows on the way and comes
-back is not shown.
+Where a kernel samples, and with which weights, is computed in its dtype, step
+by step like in the kernel; what it reads there is summed in fp32, by an
+embedding bag over the rows of the feature map, and rounded once. The half
+kernels round after each sample instead: a sum that overflows on the way and
+comes back is not shown.
 
 Sources: ``roi_align_cuda_kernel.cuh`` and ``ms_deform_attn_cuda_kernel.cuh``
 of mmcv 2.1.0.
 """
-import functools
 from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
@@ -25,19 +24,18 @@ _SAMPLES_AT_ONCE = 1 << 18
 def _bins(rois: Tensor, size: Tuple[int, int], spatial_scale: float,
           sampling_ratio: int, aligned: bool
           ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Start and bin size, half, and samples a side of a bin.
+    """Start and bin size, and samples a side of a bin.
 
     Each ``(n, 2)``, in the order y, x.
     """
-    half = functools.partial(torch.tensor, dtype=torch.float16)
     offset = 0.5 if aligned else 0.
-    scale = half(spatial_scale)
+    scale = rois.new_tensor(spatial_scale)
     # Of each RoI, in the order y, x.
     start = rois[:, [2, 1]] * scale - offset
     extent = rois[:, [4, 3]] * scale - offset - start
     if not aligned:
         extent = extent.clamp(min=1.)
-    step = extent / half(size)
+    step = extent / extent.new_tensor(size)
     samples = torch.full_like(step, sampling_ratio) if (
         sampling_ratio > 0) else step.ceil()
     # A RoI that is empty or not finite is not sampled at all.
@@ -61,13 +59,14 @@ def _parts(rois: Tensor, *places: Any) -> Iterator[slice]:
 def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
               spatial_scale: float, sampling_ratio: int, aligned: bool
               ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where RoIAlign's half kernel samples, and with which weights.
+    """Where RoIAlign's kernel samples, and with which weights.
 
-    RoIs, bins, sampling points and weights are computed in half: a
-    coordinate above 256 has steps of 0.25 pixels of the feature map.
+    RoIs, bins, sampling points and weights are computed in the RoIs' dtype.
+    In half a coordinate above 256 has steps of 0.25 pixels of the feature
+    map.
 
     Args:
-        rois: ``(n, 5)``, half: batch index, x1, y1, x2, y2.
+        rois: ``(n, 5)``: batch index, x1, y1, x2, y2.
         shape: Of the features, ``(batch, channels, height, width)``.
         size: Bins ``(height, width)``.
         spatial_scale: Feature pixels a pixel of the image.
@@ -78,8 +77,8 @@ def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
         For the four neighbours of each sample that is inside, row numbers
         in the features as ``(batch * height * width, channels)``, weights,
         and the bin of the ``n * height * width`` ones, each ``(samples * 4,
-        )``, bin after bin; for each RoI ``(n, 1, 1, 1)``, half, its samples
-        a bin, those outside included.
+        )``, bin after bin; for each RoI ``(n, 1, 1, 1)`` its samples a
+        bin, those outside included.
     """
     start, step, grid = _bins(rois, size, spatial_scale, sampling_ratio,
                               aligned)
@@ -97,15 +96,16 @@ def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
     low, high, near, far, inside = [], [], [], [], []
     for axis in (0, 1):
         at = step[roi, axis]
-        point = start[roi, axis] + place[axis].half() * at + (
-            (sample[axis] + .5).half() * at / grid[roi, axis].half())
+        point = start[roi, axis] + place[axis].to(at.dtype) * at + (
+            (sample[axis] + .5).to(at.dtype) * at
+            / grid[roi, axis].to(at.dtype))
         inside.append((point >= -1) & (point <= shape[2 + axis]))
         last = shape[2 + axis] - 1
         point = point.clamp(0, last)
         floor = point.long().clamp(max=last)
         low.append(floor)
         high.append((floor + 1).clamp(max=last))
-        far.append(point - floor.half())
+        far.append(point - floor.to(point.dtype))
         near.append(1. - far[axis])
     image = rois[:, 0].long()[roi] * (shape[2] * shape[3])
     rows = torch.stack([image + y * shape[3] + x for y in (low[0], high[0])
@@ -115,7 +115,7 @@ def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
     seen = inside[0] & inside[1]
     return (rows[seen].flatten(), weights[seen].flatten(),
             of_bin[seen].repeat_interleave(4),
-            a_bin.clamp(min=1).half().view(-1, 1, 1, 1))
+            a_bin.clamp(min=1).to(rois.dtype).view(-1, 1, 1, 1))
 
 
 def _weighted_rows(table: Tensor, rows: Tensor, weights: Tensor,
@@ -131,13 +131,13 @@ def roi_align(features: Tensor, rois: Tensor, *places: Any) -> Tensor:
     """RoIAlign with average pooling.
 
     Args:
-        features: ``(batch, channels, height, width)``, half.
-        rois: ``(n, 5)``, half: batch index, x1, y1, x2, y2.
+        features: ``(batch, channels, height, width)``, half or fp32.
+        rois: ``(n, 5)``, of that dtype: batch index, x1, y1, x2, y2.
         *places: Bins ``(height, width)``, spatial scale, sampling ratio (0
             adapts to the RoI), and whether RoIs are shifted by half a pixel.
 
     Returns:
-        ``(n, channels, height, width)`` of the bins, half.
+        ``(n, channels, height, width)`` of the bins, of that dtype.
     """
     channels, size = features.size(1), places[0]
     table = features.permute(0, 2, 3, 1).reshape(-1, channels).float()
@@ -150,7 +150,7 @@ def roi_align(features: Tensor, rois: Tensor, *places: Any) -> Tensor:
         # The half kernel sums the samples of a bin before it divides: four
         # samples of 20,000 are inf.
         out.append(total.view(len(count), *size, channels)
-                   .permute(0, 3, 1, 2).half() / count)
+                   .permute(0, 3, 1, 2).to(rois.dtype) / count)
     return torch.cat(out)
 
 
@@ -159,7 +159,7 @@ def roi_align_backward(grad: Tensor, rois: Tensor, shape: Sequence[int],
     """Gradient of :func:`roi_align` for the features, fp32.
 
     Args:
-        grad: ``(n, channels, height, width)`` of the bins, half.
+        grad: ``(n, channels, height, width)`` of the bins, half or fp32.
         rois: As there.
         shape: Of the features.
         *places: As there.

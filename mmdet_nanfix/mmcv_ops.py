@@ -6,8 +6,9 @@ half as they do: deformable and modulated convolution, rotated RoIAlign, NMS
 that differ are mended here:
 
 * RoIAlign's half kernel takes 18 times as long on a CPU as its fp32 kernel
-  (the half type has no vector arithmetic there). Average pooling is computed
-  by :mod:`~mmdet_nanfix.half_sampling`; max pooling is left to mmcv.
+  (the half type has no vector arithmetic there), and that one longer than it
+  has to. Average pooling is computed by :mod:`~mmdet_nanfix.half_sampling`
+  in both; max pooling is left to mmcv.
 * sigmoid focal loss has no CPU kernel, and mmdet's ``FocalLoss`` takes a
   Python formula instead, which lacks the CUDA kernel's faults.
 * multi-scale deformable attention takes a Python formula on a CPU. The CUDA
@@ -55,6 +56,10 @@ def _is_half(*tensors: Any) -> bool:
                and tensor.device.type == 'cpu' for tensor in tensors)
 
 
+def _is_single(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == 'cpu'
+
+
 def _places(settings: Dict[str, Any]) -> Tuple[Any, ...]:
     """The kernel's settings in the order of :func:`.roi_align`."""
     return ((settings['aligned_height'], settings['aligned_width']),
@@ -62,16 +67,24 @@ def _places(settings: Dict[str, Any]) -> Tuple[Any, ...]:
             settings['aligned'])
 
 
+# Shape of the empty argmax of average pooling where we have pooled: its
+# backward runs when nothing tells any more that a GPU was meant.
+_OURS = (0, 1)
+
+
 def _roi_align_forward(op: Op) -> Op:
 
     @functools.wraps(op)
     def call(input: Tensor, rois: Tensor, output: Tensor,  # noqa: A002
              argmax_y: Tensor, argmax_x: Tensor, **settings: Any) -> None:
-        if not (_is_half(input) and _is_half(rois) and len(rois)
-                and settings['pool_mode'] == 1):
+        ours = len(rois) and settings['pool_mode'] == 1 and (
+            _is_half(input) and _is_half(rois) or is_emulating()
+            and _is_single(input) and _is_single(rois))
+        if not ours:
             op(input, rois, output, argmax_y, argmax_x, **settings)
         else:
             output.copy_(roi_align(input, rois, *_places(settings)))
+            argmax_y.resize_(_OURS)
 
     return call
 
@@ -81,8 +94,7 @@ def _roi_align_backward(op: Op) -> Op:
     @functools.wraps(op)
     def call(grad_output: Tensor, rois: Tensor, argmax_y: Tensor,
              argmax_x: Tensor, grad_input: Tensor, **settings: Any) -> None:
-        if not (_is_half(grad_output) and len(rois)
-                and settings['pool_mode'] == 1):
+        if argmax_y.shape != _OURS:
             op(grad_output, rois, argmax_y, argmax_x, grad_input, **settings)
         else:
             grad_input.copy_(roi_align_backward(
@@ -251,7 +263,8 @@ def _replace(place: Any, name: str, make: Callable[[Op], Op]) -> None:
 def emulate_ops() -> None:
     """Make the operations above compute on a CPU as they do under CUDA.
 
-    fp32 calls go through unchanged. Doing it twice does nothing more.
+    Outside of emulated regions fp32 calls go through unchanged. Doing it
+    twice does nothing more.
 
     Raises:
         ImportError: mmcv was installed without its operations.

@@ -1,4 +1,4 @@
-"""Regions of full precision inside of autocast.
+"""Full precision inside of autocast.
 
 What a loss or a matching cost computes in half is what most often becomes
 non-finite: ``log``, ``exp`` and squares leave half's range, an eps below 6e-8
@@ -6,33 +6,78 @@ is 0, an area above 65504 is inf. :func:`in_fp32` gives a function fp32 copies
 of all its floating inputs, and autocast no say in it.
 """
 import contextlib
+import copy
 from typing import Any, Callable, Iterator, Set
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-__all__ = ['in_fp32', 'widened', 'without_autocast']
+__all__ = ['WideSigmoid', 'in_fp32', 'widened', 'without_autocast']
 
 _HALVES = (torch.float16, torch.bfloat16)
+# Batches hold samples, these hold instances, these hold boxes, these tensors.
+_DEPTH = 8
+_ATOMS = (str, bytes, int, float, type(None), type, nn.Module, torch.dtype,
+          torch.device, torch.Size)
 
 
-def widened(value: Any) -> Any:
+def widened(value: Any, depth: int = _DEPTH) -> Any:
     """The same value with half tensors in fp32; autograd goes through.
 
     Args:
-        value: Tensors in lists, tuples and dicts of any depth. fp32, fp64,
-            integers and everything else stay the objects they are.
+        value: Tensors in lists, tuples, dicts and in attributes of plain
+            objects (MMEngine's data elements, boxes, sampling results). What
+            holds no half tensor stays the object that it is; what does is
+            copied as far down as needed.
+        depth: How far down to look.
     """
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALVES else value
+    if depth == 0 or isinstance(value, _ATOMS):
+        return value
     if isinstance(value, dict):
-        return type(value)({key: widened(item)
-                            for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, '_fields'):
-        return type(value)(*map(widened, value))
+        return _with_items(value, list(dict.items(value)), depth)
     if isinstance(value, (list, tuple)):
-        return type(value)(map(widened, value))
+        wide = [widened(item, depth - 1) for item in value]
+        if all(new is old for new, old in zip(wide, value)):
+            return value
+        if isinstance(value, list):
+            out = copy.copy(value)
+            out[:] = wide
+            return out
+        return type(value)(*wide) if hasattr(value, '_fields') else (
+            type(value)(wide))
+    if hasattr(value, '__dict__') and not callable(value):
+        return _with_attributes(value, depth)
     return value
+
+
+def _with_items(value: Any, items: Any, depth: int) -> Any:
+    out = value
+    for key, item in items:
+        wide = widened(item, depth - 1)
+        if wide is not item:
+            if out is value:
+                out = copy.copy(value)
+            out[key] = wide
+    return out
+
+
+def _with_attributes(value: Any, depth: int) -> Any:
+    out = value
+    for key, item in list(vars(value).items()):
+        wide = widened(item, depth - 1)
+        if wide is not item:
+            if out is value:
+                out = copy.copy(value)
+                for own in ('_data_fields', '_metainfo_fields'):
+                    # A data element's books are its own.
+                    if isinstance(vars(out).get(own), set):
+                        vars(out)[own] = set(vars(out)[own])
+            vars(out)[key] = wide
+    return out
 
 
 def _devices(value: Any) -> Set[str]:
@@ -69,3 +114,21 @@ def in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     with without_autocast(*sorted(_devices((args, kwargs)))):
         return function(*widened(args), **widened(kwargs))
+
+
+class WideSigmoid(TorchFunctionMode):
+    """Region in which ``sigmoid`` is computed in fp32, as ``softmax`` is.
+
+    Autocast leaves it half. There a logit of 8.4 gives 1, so that the log of
+    what is missing to 1 is lost, and with it the gradient.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if func in _SIGMOIDS:
+            args, kwargs = widened(args, 1), widened(kwargs or {}, 1)
+        return func(*args, **(kwargs or {}))
+
+
+_SIGMOIDS = frozenset({torch.sigmoid, Tensor.sigmoid, functional.sigmoid,
+                       torch.special.expit})
