@@ -13,9 +13,10 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from . import losses, raisers, regions
+from . import raisers, regions
 from .arguments import device_of, split_settings
 from .journal import Journal, say, warn
+from .loss_formulas import exact_cost, finite_forward
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
 from .records import NonFiniteError
@@ -134,7 +135,7 @@ class Guarded(OptimWrapper):
         if not alone:
             raisers.install()
         if self._regions() is not None:
-            regions.install(model, losses.mended)
+            regions.install(model, finite_forward, exact_cost)
         self._journal.open()
         if self._scale.note:
             say(self._scale.note)

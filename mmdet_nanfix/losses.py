@@ -13,55 +13,16 @@ where its type is ``'FocalLoss'``, and no other.
 """
 import functools
 import sys
-from typing import Any, Callable, Dict, Iterator, Type
+from typing import Any, Dict, Iterator, Type
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
+from .loss_formulas import finite_forward
 from .precision import in_fp32
 from .regions import MARK
 
-__all__ = ['fp32_class', 'mended', 'register_losses']
-
-
-def _one_hot_targets(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Focal loss by its formula, not by mmcv's kernel.
-
-    The fp32 kernel takes ``log(1 - p)`` of a rounded p: from a logit of 17
-    on it is log(FLT_MIN) = -87, whatever the logit. The formula goes through
-    the logit itself. It is what mmdet takes for one-hot targets.
-    """
-
-    def call(self: Any, pred: Tensor, target: Tensor, *args: Any,
-             **kwargs: Any) -> Any:
-        if self.use_sigmoid and not self.activated and (
-                pred.dim() != target.dim()):
-            classes = pred.size(1)
-            target = functional.one_hot(
-                target, num_classes=classes + 1)[:, :classes]
-        return forward(self, pred, target, *args, **kwargs)
-
-    return call
-
-
-# By class of mmdet: where the host's fp32 is finite and wrong.
-_MENDED = {'FocalLoss': _one_hot_targets}
-
-
-def mended(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward to use in fp32 in place of a loss's own.
-
-    Args:
-        forward: As its class defines it.
-
-    Returns:
-        The same, where the host's formula is right.
-    """
-    if not forward.__module__.startswith('mmdet.models.losses'):
-        return forward
-    name = forward.__qualname__.partition('.')[0]
-    return _MENDED.get(name, lambda forward: forward)(forward)
+__all__ = ['fp32_class', 'register_losses']
 
 
 def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
@@ -74,7 +35,7 @@ def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
     Example:
         >>> Fp32MyLoss = fp32_class(MyLoss)
     """
-    own = mended(kind.forward)
+    own = finite_forward(kind.forward)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

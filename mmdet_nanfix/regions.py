@@ -53,8 +53,8 @@ _MACHINERY = ('builtins', 'torch', 'numpy', 'logging', 'threading',
 _TOO_LONG = 1000
 
 Method = Callable[..., Any]
-#: Gives for a loss's forward the one to use in its place.
-Mend = Callable[[Method], Method]
+#: Gives for a method the one to use in its place in fp32, or None.
+Mend = Callable[[Method], Optional[Method]]
 
 
 class _Switch:
@@ -119,7 +119,7 @@ def _in_fp32(original: Method) -> Method:
 
 def _loss(original: Method, mend: Mend) -> Method:
     """The same for a loss, in either mode, by a formula that is finite."""
-    mended = mend(original)
+    mended = mend(original) or original
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -131,6 +131,20 @@ def _loss(original: Method, mend: Mend) -> Method:
             return mended(*widened(args), **widened(kwargs))
 
     return forward
+
+
+def _exact(original: Method, mend: Mend) -> Method:
+    """In a region another formula, where there is one."""
+    mended = mend(original)
+    if mended is None:
+        return original
+    exact = mended
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (exact if _SWITCH.inside else original)(*args, **kwargs)
+
+    return call
 
 
 def _from_fp32(original: Method) -> Method:
@@ -191,19 +205,21 @@ def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
     if isinstance(original, types.FunctionType) and not (
             hasattr(original, MARK)):
         wrapped = make(original)
-        setattr(wrapped, MARK, True)
-        setattr(base, name, wrapped)
+        if wrapped is not original:
+            setattr(wrapped, MARK, True)
+            setattr(base, name, wrapped)
 
 
-def install(model: nn.Module,
-            mend: Mend = lambda forward: forward) -> None:
+def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
+            mend_cost: Mend = lambda method: None) -> None:
     """Wrap what a model computes its losses and targets with.
 
     Costs a walk through the model; what is wrapped already is left as it is.
 
     Args:
         model: The model.
-        mend: Gives the forward to use for that of a loss class.
+        mend_loss: For the forward of a loss.
+        mend_cost: For a method of a plain object.
     """
     kinds = {type(module) for module in model.modules()}
     for module in model.modules():
@@ -225,11 +241,13 @@ def install(model: nn.Module,
             for part in (module, *layers):
                 _wrap(type(part), 'forward', _rounded)
     for kind in {type(module) for module in _losses(model)}:
-        _wrap(kind, 'forward', functools.partial(_loss, mend=mend))
+        _wrap(kind, 'forward', functools.partial(_loss, mend=mend_loss))
     for kind in {type(thing) for thing in _plain_objects(model)}:
         for name in _OBJECT_METHODS:
             _wrap(kind, name, _in_fp32)
         _wrap(kind, 'sample', _from_fp32)
+        for name in dir(kind):
+            _wrap(kind, name, functools.partial(_exact, mend=mend_cost))
     for kind in kinds:
         for base in kind.__mro__:
             _wrap_function(sys.modules.get(base.__module__),
