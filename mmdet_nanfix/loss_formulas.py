@@ -163,8 +163,12 @@ def _with(name: str, formula: Forward) -> Callable[[Forward], Forward]:
 
 
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """A quotient, and the numerator where the denominator is 0."""
-    return numerator / torch.where(denominator == 0, 1., denominator)
+    """A quotient; over 0 a large constant of its sign, and 0 for 0 / 0."""
+    zero = denominator == 0
+    large = numerator.sign() * torch.full_like(denominator, 1e6).copysign(
+        denominator)
+    return torch.where(zero, large.detach(),
+                       numerator / torch.where(zero, 1., denominator))
 
 
 def _sizes(boxes: Tensor) -> Tuple[Tensor, Tensor]:
@@ -220,17 +224,20 @@ def _siou(pred: Tensor, target: Tensor, eps: float = 1e-7,
     angle = torch.cos(torch.asin(sine.clamp(max=1.)) * 2 - math.pi / 2)
     gamma = angle - 2 if neg_gamma else 2 - angle
     rho = (apart / _enclosing(pred, target, eps)).square()
-    # Of boxes turned inside out: exp(89) is inf.
-    grown = torch.exp((gamma[:, None] * rho).clamp(max=80.))
-    distance = 2 - grown.sum(1)
-    shape = torch.zeros_like(distance)
-    for own, true, least in zip(_sizes(pred), _sizes(target), (0., eps)):
-        own, true = own + least, true + least
+    # Boxes turned inside out have large terms of either sign. In fp64, which
+    # costs little for so few numbers, they are not inf before the clamp.
+    grown = torch.exp((gamma[:, None] * rho).double().clamp(max=700.))
+    cost = 2 - grown.sum(1)
+    width, height = _sizes(pred)
+    true_width, true_height = _sizes(target)
+    for own, true in ((width, true_width), (height + eps,
+                                            true_height + eps)):
         # Both without a width: 0 / 0.
         omega = _over((own - true).abs(), torch.max(own, true))
-        shape = shape + (1 - torch.exp((-omega).clamp(max=20.))).pow(4)
-    return 1 - (_overlap(pred, target, eps)
-                - 0.5 * (distance + shape)).clamp(-1., 1.)
+        cost = cost + (1 - torch.exp(
+            (-omega).double().clamp(max=170.))).pow(4)
+    return 1 - (_overlap(pred, target, eps) - 0.5 * cost).clamp(
+        -1., 1.).to(pred.dtype)
 
 
 def _bounded_iou(pred: Tensor, target: Tensor, beta: float = 0.2,

@@ -13,7 +13,8 @@ Nothing is known of a model but what its methods are called:
 of a head          ``loss_by_feat``, ``loss_and_target``, ``loss`` where it
                    computes one from predictions, ``get_targets``,
                    ``predict_by_feat``, ``refine_bboxes``,
-                   ``regress_by_class``; ``sigmoid`` in its forward
+                   ``regress_by_class``; ``sigmoid`` in its forward, and
+                   in that of a decoder that inverts it
 of plain objects   ``assign``, ``encode``, ``decode`` and what is called:
                    assigners, coders, matching costs, IoU calculators;
                    ``sample`` gets fp32 inputs, and keeps autocast
@@ -28,7 +29,7 @@ import functools
 import inspect
 import sys
 import types
-from typing import Any, Callable, Iterator, List, Optional, Set
+from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -230,11 +231,13 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
             _takes_predictions(module))
         if takes_predictions:
             _wrap(kind, 'loss', _in_fp32)
-        if takes_predictions or hasattr(kind, 'loss_by_feat') or (
-                hasattr(kind, 'loss_and_target')):
-            for name in dir(kind):
-                if name.startswith(('forward', 'loss')) and (
-                        _mentions_sigmoid(getattr(kind, name))):
+        methods = {name: _names(getattr(kind, name)) for name in dir(kind)
+                   if name.startswith(('forward', 'loss'))}
+        if takes_predictions or {'loss_by_feat', 'loss_and_target'} & set(
+                methods) or any('inverse_sigmoid' in names
+                                for names in methods.values()):
+            for name, names in methods.items():
+                if any('sigmoid' in called for called in names):
                     _wrap(kind, name, _wide_sigmoid)
         layers = getattr(module, 'roi_layers', None)
         if isinstance(layers, nn.ModuleList):
@@ -268,10 +271,10 @@ def _codes(function: Any) -> Any:
     return getattr(inspect.unwrap(function), '__code__', None)
 
 
-def _mentions_sigmoid(method: Any) -> bool:
+def _names(method: Any) -> Tuple[str, ...]:
+    """Names that the code of a method uses."""
     code = _codes(method)
-    return code is not None and any(
-        'sigmoid' in name for name in code.co_names)
+    return code.co_names if code is not None else ()
 
 
 def _takes_predictions(module: nn.Module) -> bool:
