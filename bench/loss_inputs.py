@@ -77,6 +77,9 @@ def _pairs() -> Inputs:
         'sides of 4000': (_boxes(size=2000.) * 1.5, _boxes(seed=1,
                                                            size=2000.) * 1.5),
         'far apart': (pred, true + 20000.),
+        'barely overlapping': (
+            torch.tensor([[0., 0., 100., 100.]]).double(),
+            torch.tensor([[99., 99.5, 200., 200.]]).double()),
         'identical': (pred, pred.clone()),
         'no size, identical': (points, points.clone()),
         'predicted without size': (points, true),

@@ -21,7 +21,9 @@ tensors               torch
 ``buffers``           which buffers must stay finite
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
-``precision``         regions of full precision inside of autocast
+``regions``           which methods of a model run in fp32
+``loss_formulas``     losses that are finite where the host's are not
+``precision``         full precision inside of autocast
 ``transaction``       what a forward changes, and the way back
 ``picture``           what hangs below a model at one moment
 ``heads``             which part owns a loss, a parameter, a gradient

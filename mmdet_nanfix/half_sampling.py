@@ -127,21 +127,20 @@ def _weighted_rows(table: Tensor, rows: Tensor, weights: Tensor,
         per_sample_weights=weights)
 
 
-def roi_align(features: Tensor, rois: Tensor, *places: Any) -> Tensor:
+def roi_align(features: Tensor, rois: Tensor, out: Tensor,
+              *places: Any) -> None:
     """RoIAlign with average pooling.
 
     Args:
         features: ``(batch, channels, height, width)``, half or fp32.
         rois: ``(n, 5)``, of that dtype: batch index, x1, y1, x2, y2.
+        out: ``(n, channels, height, width)`` of the bins, of that dtype; it
+            is written to.
         *places: Bins ``(height, width)``, spatial scale, sampling ratio (0
             adapts to the RoI), and whether RoIs are shifted by half a pixel.
-
-    Returns:
-        ``(n, channels, height, width)`` of the bins, of that dtype.
     """
     channels, size = features.size(1), places[0]
     table = features.permute(0, 2, 3, 1).reshape(-1, channels).float()
-    out: List[Tensor] = []
     for run in _parts(rois, *places):
         rows, weights, of_bin, count = _sampling(
             rois[run], features.shape, *places)
@@ -149,9 +148,8 @@ def roi_align(features: Tensor, rois: Tensor, *places: Any) -> Tensor:
                                len(count) * size[0] * size[1])
         # The half kernel sums the samples of a bin before it divides: four
         # samples of 20,000 are inf.
-        out.append(total.view(len(count), *size, channels)
-                   .permute(0, 3, 1, 2).to(rois.dtype) / count)
-    return torch.cat(out)
+        torch.div(total.view(len(count), *size, channels).to(rois.dtype)
+                  .permute(0, 3, 1, 2), count, out=out[run])
 
 
 def roi_align_backward(grad: Tensor, rois: Tensor, shape: Sequence[int],

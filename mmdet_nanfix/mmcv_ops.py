@@ -83,7 +83,7 @@ def _roi_align_forward(op: Op) -> Op:
         if not ours:
             op(input, rois, output, argmax_y, argmax_x, **settings)
         else:
-            output.copy_(roi_align(input, rois, *_places(settings)))
+            roi_align(input, rois, output, *_places(settings))
             argmax_y.resize_(_OURS)
 
     return call

@@ -227,7 +227,7 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
         kind = type(module)
         for name in _HEAD_METHODS:
             _wrap(kind, name, _in_fp32)
-        takes_predictions = module is not model and (
+        takes_predictions = kind is not type(model) and (
             _takes_predictions(module))
         if takes_predictions:
             _wrap(kind, 'loss', _in_fp32)

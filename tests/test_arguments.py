@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from mmdet_nanfix.arguments import (
+    Settings,
     checked_dtype,
     device_of,
     scaler_for,
@@ -24,13 +25,20 @@ def test_impossible_dtypes(given, error):
 
 
 def test_settings_are_split():
-    assert split_settings(None) == ({}, {})
-    assert split_settings(dict(max_consecutive=3, init_scale=8.)) == (
-        dict(init_scale=8.), dict(max_consecutive=3))
-    with pytest.raises(TypeError, match='max_consecutive'):
+    assert split_settings(None) == Settings({}, {}, 'heads')
+    assert split_settings(dict(
+        max_consecutive=3, init_scale=8., fp32=None)) == Settings(
+            dict(init_scale=8.), dict(max_consecutive=3), None)
+    with pytest.raises(TypeError, match='max_consecutive, fp32, init_scale'):
         split_settings(dict(max_consecutiv=3))
     with pytest.raises(TypeError, match='a dict'):
         split_settings(3)
+
+
+@pytest.mark.parametrize('value', ['head', True, 'None', ['heads']])
+def test_impossible_regions(value):
+    with pytest.raises(ValueError, match="'heads', 'losses', None"):
+        split_settings(dict(fp32=value))
 
 
 def test_the_device_is_that_of_the_parameters():

@@ -97,8 +97,10 @@ def test_what_a_healthy_step_of_a_detector_costs():
     with stock_on_cpu():
         model = overhead.detector()
         counts = []
-        for kind in ('AmpOptimWrapper', 'NanSafeAmpOptimWrapper'):
-            side = overhead.Side(model, kind)
+        for kind, settings in (
+                ('AmpOptimWrapper', {}),
+                ('NanSafeAmpOptimWrapper', dict(nanfix=dict(fp32=None)))):
+            side = overhead.Side(model, kind, **settings)
             torch.manual_seed(0)
             side.step(batch)
             with overhead.Calls() as calls:

@@ -21,8 +21,9 @@ LAYERS = {
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'buffers', 'emulation', 'finite',
-                'half_ops', 'half_sampling', 'heads', 'picture',
-                'precision', 'raisers', 'step', 'transaction', 'trial'],
+                'half_ops', 'half_sampling', 'heads', 'loss_formulas',
+                'picture', 'precision', 'raisers', 'regions', 'step',
+                'transaction', 'trial'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
