@@ -9,7 +9,7 @@ whatever the formula. ``Ours`` is ``Fp32<Name>``, for matching costs the
 regions; the reference is the same formula in fp64.
 """
 import warnings
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterator, List, Tuple
 from unittest import mock
 
 import torch
@@ -81,7 +81,7 @@ def loss_rows() -> Iterator[str]:
     for name, options, inputs in LOSSES:
         if set(options) - {'num_classes'}:
             continue
-        found = []
+        found: List[Tuple[Any, ...]] = []
         for _, _, called, args in every(((name, options, inputs), )):
             if called.startswith(UNREAL):
                 continue
@@ -125,7 +125,8 @@ def cost_rows() -> Iterator[str]:
     for name, options, inputs in COSTS:
         if set(options) - {'pred_act'}:
             continue
-        cost, found = TASK_UTILS.get(name)(**options), []
+        cost = TASK_UTILS.get(name)(**options)
+        found: List[Tuple[Any, ...]] = []
         regions.install(_Holder(cost), mend_cost=exact_cost)
         for _, _, called, args in every(((name, options, inputs), )):
             if called.startswith(UNREAL):

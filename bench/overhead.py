@@ -1,10 +1,11 @@
 """What the guard costs a healthy step, beside the stock class and others.
 
 ``python bench/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2 images
-of 320x240, BatchNorm trained) with interleaved steps of each kind and prints
-for each (``guarded`` has no fp32 regions) the median of its time ratios to
-the stock step next to it, and what one step calls: aten operations as they reach the device, operations counted
-by the profiler, and reads from the device.
+of 320x240, BatchNorm trained) with interleaved steps of each kind
+(``guarded`` has no fp32 regions) and prints for each the median of its time
+ratios to the stock step next to it, and what one step calls: aten operations
+as they reach the device, operations counted by the profiler, and reads from
+the device.
 
 On a machine without a GPU stock is the stock class with its device check
 bypassed, over the emulation of CUDA's autocast (``bench/stock.py``).

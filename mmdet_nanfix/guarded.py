@@ -19,16 +19,11 @@ from .journal import Journal, say, warn
 from .loss_formulas import exact_cost, finite_forward
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
+from .precision import not_compiled
 from .records import NonFiniteError
 from .step import GuardedStep, Verdict
 
 __all__ = ['Guarded']
-
-# With ``compile`` in a config MMEngine compiles the whole training step: the
-# forward below the guard is compiled, the guard itself is not.
-_not_compiled: Callable[[Any], Any] = getattr(
-    getattr(torch, 'compiler', None), 'disable', lambda function: function)
-
 
 class _NotCompiled:
     """A context manager whose ends are not compiled, but what is between."""
@@ -36,11 +31,11 @@ class _NotCompiled:
     def __init__(self, context: Any) -> None:
         self._context = context
 
-    @_not_compiled
+    @not_compiled
     def __enter__(self) -> Any:
         return self._context.__enter__()
 
-    @_not_compiled
+    @not_compiled
     def __exit__(self, *exc: Any) -> Any:
         return self._context.__exit__(*exc)
 
@@ -225,7 +220,7 @@ class Guarded(OptimWrapper):
     def _switched(self) -> Any:
         return regions.switched(self._regions(), device_of(self.optimizer))
 
-    @_not_compiled
+    @not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the loss with its anchor term."""
         if self._stock or self._guard is None:
@@ -244,7 +239,7 @@ class Guarded(OptimWrapper):
         if not self.should_update():
             self._guard.settle()
 
-    @_not_compiled
+    @not_compiled
     def step(self, **kwargs: Any) -> None:
         """Step, or skip, take back and record; then update the loss scale.
 

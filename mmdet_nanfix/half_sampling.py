@@ -9,7 +9,7 @@ comes back is not shown.
 Sources: ``roi_align_cuda_kernel.cuh`` and ``ms_deform_attn_cuda_kernel.cuh``
 of mmcv 2.1.0.
 """
-from typing import Any, Iterator, List, Sequence, Tuple
+from typing import Any, Iterator, Sequence, Tuple
 
 import torch
 from torch import Tensor

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['WideSigmoid', 'in_fp32', 'widened', 'without_autocast']
+__all__ = [
+    'WideSigmoid', 'in_fp32', 'not_compiled', 'widened', 'without_autocast'
+]
+
+# With ``compile`` in a config MMEngine compiles the whole training step, but
+# not what enters and leaves autocast by our hand.
+not_compiled: Callable[[Any], Any] = getattr(
+    getattr(torch, 'compiler', None), 'disable', lambda function: function)
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Batches hold samples, these hold instances, these hold boxes, these tensors.

@@ -34,7 +34,7 @@ from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from .precision import WideSigmoid, widened, without_autocast
+from .precision import WideSigmoid, not_compiled, widened, without_autocast
 
 __all__ = ['MARK', 'MODES', 'install', 'switched']
 
@@ -95,12 +95,13 @@ def switched(mode: Optional[str], device: str) -> Iterator[None]:
         _SWITCH.mode, _SWITCH.device = before
 
 
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
+@not_compiled
+def _enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call in a region: fp32 inputs, autocast off, nothing cast again."""
     _SWITCH.inside = True
     try:
         with without_autocast(_SWITCH.device):
-            yield
+            return function(*widened(args), **widened(kwargs))
     finally:
         _SWITCH.inside = False
 
@@ -109,11 +110,10 @@ def _in_fp32(original: Method) -> Method:
     """All floating inputs in fp32, autocast off, the result as it is."""
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _SWITCH.mode != 'heads' or _SWITCH.inside:
-            return original(*args, **kwargs)
-        with _inside():
-            return original(*widened(args), **widened(kwargs))
+            return original(self, *args, **kwargs)
+        return _enter(functools.partial(original, self), args, kwargs)
 
     return call
 
@@ -123,13 +123,12 @@ def _loss(original: Method, mend: Mend) -> Method:
     mended = mend(original) or original
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _SWITCH.mode is None:
-            return original(*args, **kwargs)
+            return original(self, *args, **kwargs)
         if _SWITCH.inside:
-            return mended(*args, **kwargs)
-        with _inside():
-            return mended(*widened(args), **widened(kwargs))
+            return mended(self, *args, **kwargs)
+        return _enter(functools.partial(mended, self), args, kwargs)
 
     return forward
 
@@ -152,10 +151,10 @@ def _from_fp32(original: Method) -> Method:
     """Fp32 inputs; what it is made of may run in half, as it likes."""
 
     @functools.wraps(original)
-    def sample(*args: Any, **kwargs: Any) -> Any:
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _SWITCH.mode != 'heads' or _SWITCH.inside:
-            return original(*args, **kwargs)
-        return original(*widened(args), **widened(kwargs))
+            return original(self, *args, **kwargs)
+        return original(self, *widened(args), **widened(kwargs))
 
     return sample
 
@@ -170,9 +169,7 @@ def _rounded(original: Method) -> Method:
         if _SWITCH.mode != 'heads' or _SWITCH.inside or (
                 _layers_besides(self)) or first.dtype == torch.float32:
             return original(self, feats, *args, **kwargs)
-        with _inside():
-            out = original(self, widened(feats), *widened(args),
-                           **widened(kwargs))
+        out = _enter(functools.partial(original, self), (feats, *args), kwargs)
         return out.to(first.dtype)
 
     return forward
@@ -189,10 +186,15 @@ def _wide_sigmoid(original: Method) -> Method:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if _SWITCH.mode != 'heads' or _SWITCH.inside:
             return original(*args, **kwargs)
-        with WideSigmoid():
-            return original(*args, **kwargs)
+        return _enter_wide(original, args, kwargs)
 
     return forward
+
+
+@not_compiled
+def _enter_wide(function: Method, args: Any, kwargs: Any) -> Any:
+    with WideSigmoid():
+        return function(*args, **kwargs)
 
 
 def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
@@ -262,7 +264,14 @@ def _wrap_function(module: Any, name: str) -> None:
     original = vars(module).get(name) if module is not None else None
     if isinstance(original, types.FunctionType) and not (
             hasattr(original, MARK)):
-        wrapped = _in_fp32(original)
+        function = original
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _SWITCH.mode != 'heads' or _SWITCH.inside:
+                return function(*args, **kwargs)
+            return _enter(function, args, kwargs)
+
         setattr(wrapped, MARK, True)
         setattr(module, name, wrapped)
 

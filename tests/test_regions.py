@@ -276,6 +276,72 @@ def test_containers_of_losses_and_torchs_own():
         assert model.criterion(pred, torch.tensor([0, 1])).dtype == SINGLE
 
 
+def test_objects_stay_themselves():
+    """What an assigner remembers, half tensors too, is not of a copy."""
+
+    class Assigner:
+
+        def __init__(self):
+            self.calls, self.last = 0, torch.ones(1).half()
+
+        def assign(self, pred, context=None):
+            self.calls += 1
+            self.last = self.last + 1
+            return self, pred.dtype
+
+    class Head(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.assigner = Assigner()
+
+    model = Head()
+    regions.install(model)
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        same, dtype = model.assigner.assign(X.half(), context=model)
+        model.assigner.assign(X.half())
+    assert same is model.assigner and dtype == SINGLE
+    assert same.calls == 2 and same.last == 3
+
+
+def test_compiled_heads():
+    """Regions run as they are, what is around them is compiled."""
+
+    class Head(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            nn.init.constant_(self.layer.weight, 100.)
+
+        def forward(self, x):
+            return self.layer(x).sigmoid()
+
+        def loss(self, x, batch_data_samples):
+            return self.loss_by_feat(self.layer(x))
+
+        def loss_by_feat(self, out):
+            return (out * out).mean()
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.bbox_head = Head()
+
+        def forward(self, x):
+            return self.bbox_head.loss(x, None), self.bbox_head(x).dtype
+
+    model = Model()
+    regions.install(model)
+    compiled = torch.compile(model, backend='eager')
+    for mode in (None, 'heads', None, 'heads'):
+        with cuda_autocast(), regions.switched(mode, 'cpu'):
+            loss, dtype = compiled(X)
+        assert loss.isfinite() == (mode == 'heads')
+        assert dtype == (SINGLE if mode == 'heads' else HALF)
+
+
 def test_samplers_get_fp32_and_heads_in_them_run_in_half():
     seen = []
 
@@ -316,11 +382,6 @@ def test_sigmoid_of_heads():
         def loss_by_feat(self, score):
             return -(1 - score).log().mean()
 
-    class Body(Head):
-        loss_by_feat = None
-
-    Body.loss_by_feat = property()
-    del Body.loss_by_feat
     model = nn.Sequential(Head())
     regions.install(model)
     x = torch.ones(1, 1)
