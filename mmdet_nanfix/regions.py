@@ -16,8 +16,9 @@ of a head          ``loss_by_feat``, ``loss_and_target``, ``loss`` where it
                    ``regress_by_class``; ``sigmoid`` in its forward, and
                    in that of a decoder that inverts it
 of plain objects   ``assign``, ``encode``, ``decode`` and what is called:
-                   assigners, coders, matching costs, IoU calculators;
-                   ``sample`` gets fp32 inputs, and keeps autocast
+                   assigners, coders, matching costs, IoU calculators, if
+                   they hold no module; ``sample`` gets fp32 inputs, and
+                   keeps autocast
 RoI extractors     ``forward``; the result is rounded to half again
 losses             ``forward``: modules called ``...Loss``, and those that a
                    parent calls ``loss...`` or ``criterion``
@@ -247,10 +248,14 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
                 _wrap(type(part), 'forward', _rounded)
     for kind in {type(module) for module in _losses(model)}:
         _wrap(kind, 'forward', functools.partial(_loss, mend=mend_loss))
-    for kind in {type(thing) for thing in _plain_objects(model)}:
+    for thing in _plain_objects(model):
+        kind = type(thing)
+        _wrap(kind, 'sample', _from_fp32)
+        if any(isinstance(held, nn.Module) for held in vars(thing).values()):
+            # What it computes may be a network's.
+            continue
         for name in _OBJECT_METHODS:
             _wrap(kind, name, _in_fp32)
-        _wrap(kind, 'sample', _from_fp32)
         for name in dir(kind):
             _wrap(kind, name, functools.partial(_exact, mend=mend_cost))
     for kind in kinds:
@@ -306,12 +311,19 @@ def _takes_predictions(module: nn.Module) -> bool:
 def _passes_self(code: Any) -> bool:
     """Whether a method calls its ``self``, or hands it on."""
     own = code.co_varnames[0] if code.co_argcount else None
+    if own in code.co_cellvars:
+        return True
     steps = list(dis.get_instructions(code))
-    return any(
-        step.opname.startswith('LOAD_FAST') and (
-            step.argval == own or step.argval == (own, ))
-        and not follower.opname.endswith(('_ATTR', '_METHOD'))
-        for step, follower in zip(steps, steps[1:]))
+    for step, follower in zip(steps, steps[1:]):
+        if not step.opname.startswith('LOAD_FAST'):
+            continue
+        # From Python 3.13 on one instruction may load two.
+        names = step.argval if isinstance(step.argval, tuple) else (
+            step.argval, )
+        if own in names[:-1] or names[-1] == own and not (
+                follower.opname.endswith(('_ATTR', '_METHOD'))):
+            return True
+    return False
 
 
 def _losses(model: nn.Module) -> Iterator[nn.Module]:
@@ -324,9 +336,9 @@ def _losses(model: nn.Module) -> Iterator[nn.Module]:
         if module is model or module._modules and isinstance(
                 module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
-        called = [part for part in name.split('.') if not part.isdigit()]
+        called = name.split('.')
         if type(module).__name__.endswith('Loss') or (
-                called and called[-1].startswith(('loss', 'criterion'))
+                any(part.startswith(('loss', 'criterion')) for part in called)
                 and next(module.parameters(), None) is None):
             yield module
 

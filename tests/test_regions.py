@@ -219,12 +219,17 @@ def test_methods_that_run_layers_stay_half():
     def run(module):
         return module.layer
 
+    class Nested(Itself):
+
+        def loss(self, xs, target):
+            return [self(x) for x in (xs, )][0].dtype
+
     class Samples(Itself):
 
         def loss(self, x, batch_data_samples):
             return functional.linear(x, self.layer.weight).dtype
 
-    kinds = (Pure, Itself, Layer, Forward, HandsOn, Samples)
+    kinds = (Pure, Itself, Layer, Forward, HandsOn, Nested, Samples)
     model = nn.ModuleList([kind() for kind in kinds])
     regions.install(model)
     with cuda_autocast(), regions.switched('heads', 'cpu'):
@@ -302,6 +307,31 @@ def test_objects_stay_themselves():
         model.assigner.assign(X.half())
     assert same is model.assigner and dtype == SINGLE
     assert same.calls == 2 and same.last == 3
+
+
+def test_objects_that_hold_a_network_run_in_half():
+
+    class Encoder:
+
+        def __init__(self, net):
+            self.net = net
+
+        def __call__(self, x):
+            return self.net(x).dtype
+
+        def encode(self, x):
+            return self.net(x).dtype
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.encoder = Encoder(nn.Linear(4, 4))
+
+    model = Model()
+    regions.install(model)
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        assert model.encoder(X) == model.encoder.encode(X) == HALF
 
 
 def test_compiled_heads():
