@@ -31,6 +31,7 @@ class NanSafeOptimWrapper(Guarded):
     Args:
         nanfix: ``max_consecutive``, the number of skipped steps in a row
             after which training stops (default 20; None for never).
+            Those of half precision are accepted too.
         **kwargs: Of ``OptimWrapper``: ``optimizer``,
             ``accumulative_counts``, ``clip_grad``.
 
@@ -90,9 +91,11 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             the two half types are emulated with CUDA's numerics.
         use_fsdp: Use the ``ShardedGradScaler``.
         nanfix: Settings that win over ``loss_scale``, which ``--amp``
-            overwrites: any of the dict above and ``max_consecutive``, the
+            overwrites: any of the dict above; ``max_consecutive``, the
             number of skipped steps in a row after which training stops
-            (default 20; None for never). Settings of ``NanGuardHook`` win
+            (default 20; None for never); ``fp32``, what is computed in
+            fp32: ``'heads'`` (default), ``'losses'`` or None, see
+            :mod:`~mmdet_nanfix.regions`. Settings of ``NanGuardHook`` win
             over these.
         **kwargs: Of ``OptimWrapper``: ``optimizer``,
             ``accumulative_counts``, ``clip_grad``.

@@ -5,6 +5,8 @@ For every registered loss class of ``mmdet.models.losses`` there is an
 whose forward gets fp32 copies of all floating inputs (prediction, target,
 weight, a tensor ``avg_factor``) and runs outside of autocast. They are made
 from the host's own classes, so that a loss that a fork adds has one too.
+Where the host's formula is not finite or wrong in fp32, they take another:
+:mod:`~mmdet_nanfix.loss_formulas`.
 
 A head that looks at its loss's config or class (``use_sigmoid``,
 ``isinstance``, a written ``beta``) finds what it looks for. One compares the
@@ -45,7 +47,8 @@ def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
     name = f'Fp32{kind.__name__}'
     made = type(name, (kind, ), {
         'forward': forward,
-        '__doc__': f'``{kind.__name__}``, computed in fp32.',
+        '__doc__': f'``{kind.__name__}``, computed in fp32; finite for '
+                   'finite input.',
         '__module__': __name__,
     })
     setattr(sys.modules[__name__], name, made)

@@ -6,8 +6,10 @@ import sys
 
 import families
 import gpu_agreement
+import losses
 import overhead
 import pytest
+import regions_cost
 import torch
 from conftest import ROOT
 
@@ -29,6 +31,25 @@ def test_families_train_in_emulated_half(name, listed):
     assert losses[0]['loss'] != losses[2]['loss']
     rows = set(families.table(name, seen))
     assert rows and rows <= listed
+
+
+@pytest.mark.parametrize('readme', ['README.md', 'README_zh-CN.md'])
+def test_the_tables_of_losses_are_those_of_the_readme(readme):
+    with open(os.path.join(ROOT, readme)) as file:
+        said = [line.strip() for line in file]
+    rows = [*losses.loss_rows(), *losses.cost_rows()]
+    assert len(rows) == 37
+    assert [row for row in rows if row not in said] == []
+
+
+def test_the_cost_of_regions_is_measured():
+    with open(os.path.join(ROOT, 'bench', 'regions.md')) as file:
+        said = {line.split('|')[1].strip() for line in file
+                if line.startswith('| ')}
+    assert {*families.FAMILIES, *families.REFUSED} <= said
+    model = families.build('centernet')
+    side = regions_cost.Side(model, 'heads')
+    assert side.operations(families.batch_for(model)) > 500
 
 
 @pytest.mark.filterwarnings(
