@@ -580,6 +580,26 @@ def test_detectors_that_stock_cannot_train(name):
                for key, value in model.state_dict().items())
 
 
+def test_proposals_are_those_of_fp32_predictions(monkeypatch):
+    """Decoded, scored and suppressed in fp32 from what the layers gave."""
+    model = build('faster_rcnn')
+    batch = batch_for(model)
+    seen, loss = {}, type(model.roi_head).loss
+
+    def look(self, x, proposals, samples):
+        seen[mode] = proposals
+        return loss(self, x, proposals, samples)
+
+    monkeypatch.setattr(type(model.roi_head), 'loss', look)
+    for mode in (None, 'heads'):
+        trained(model, batch, steps=1, nanfix=dict(fp32=mode))
+    for mode, rounded in ((None, True), ('heads', False)):
+        for item in seen[mode]:
+            assert item.scores.dtype == item.bboxes.dtype == SINGLE
+            half = item.scores.half().float()
+            assert torch.equal(half, item.scores) == rounded
+
+
 def test_two_stages_train_in_bfloat16():
     """mmcv's RoIAlign and focal loss have no such kernel."""
     model = build('faster_rcnn')
