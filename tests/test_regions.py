@@ -587,7 +587,7 @@ def test_proposals_are_those_of_fp32_predictions(monkeypatch):
     seen, loss = {}, type(model.roi_head).loss
 
     def look(self, x, proposals, samples):
-        seen[mode] = proposals
+        seen[mode] = [item.clone() for item in proposals]
         return loss(self, x, proposals, samples)
 
     monkeypatch.setattr(type(model.roi_head), 'loss', look)
