@@ -14,7 +14,8 @@ from unittest import mock
 
 import torch
 from loss_inputs import COSTS, LOSSES, every, rounded
-from mmdet.registry import MODELS, TASK_UTILS
+from mmdet.models.task_modules.assigners import HungarianAssigner
+from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from torch import Tensor, nn
 
@@ -113,11 +114,11 @@ def loss_rows() -> Iterator[str]:
         yield max(found)[-1]
 
 
-class _Holder(nn.Module):
+class _Head(nn.Module):
 
-    def __init__(self, cost: Any) -> None:
+    def __init__(self, **cost: Any) -> None:
         super().__init__()
-        self.cost = cost
+        self.assigner = HungarianAssigner([cost])
 
 
 def cost_rows() -> Iterator[str]:
@@ -125,9 +126,10 @@ def cost_rows() -> Iterator[str]:
     for name, options, inputs in COSTS:
         if set(options) - {'pred_act'}:
             continue
-        cost = TASK_UTILS.get(name)(**options)
+        head = _Head(type=name, **options)
+        (cost, ) = head.assigner.match_costs
         found: List[Tuple[Any, ...]] = []
-        regions.install(_Holder(cost), mend_cost=exact_cost)
+        regions.install(head, mend_cost=exact_cost)
         for _, _, called, args in every(((name, options, inputs), )):
             if called.startswith(UNREAL):
                 continue

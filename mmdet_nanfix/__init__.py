@@ -21,7 +21,8 @@ tensors               torch
 ``buffers``           which buffers must stay finite
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
-``regions``           which methods of a model run in fp32
+``regions``           methods of a model that run in fp32
+``head_methods``      which these are
 ``loss_formulas``     losses that are finite where the host's are not
 ``precision``         full precision inside of autocast
 ``transaction``       what a forward changes, and the way back

@@ -1,7 +1,7 @@
 """Formulas for losses of MMDetection that are not finite, or wrong, in fp32.
 
-Each stands in for the host's own in fp32, is finite for any finite input, and
-equals it wherever that is finite and right:
+Each stands in for the host's own in fp32, is finite for any input that half
+can hold, and equals it wherever that is finite and right:
 
 * any loss of nothing is 0 instead of 0 / 0, and has a graph;
 * sigmoid focal loss goes through the logits, not through probabilities;
@@ -37,10 +37,10 @@ def finite_forward(forward: Forward) -> Forward:
         prediction is known by its shape.
     """
     name, _, method = forward.__qualname__.partition('.')
-    if forward.__module__.startswith('mmdet.models.losses') and (
-            method == 'forward'):
-        forward = _MENDED.get(name, lambda same: same)(forward)
-    return _of_nothing(forward)
+    if not str(forward.__module__).startswith('mmdet.models.losses') or (
+            method != 'forward'):
+        return forward
+    return _of_nothing(_MENDED.get(name, lambda same: same)(forward))
 
 
 def exact_cost(method: Forward) -> Optional[Forward]:
@@ -75,23 +75,75 @@ def _finite(out: Any, zero: Tensor) -> Any:
     return torch.where(out.isfinite(), out, zero) + zero
 
 
-def _one_hot_targets(forward: Forward) -> Forward:
+class _FocalLoss(torch.autograd.Function):
+    """Sigmoid focal loss of each score, https://arxiv.org/abs/1708.02002.
+
+    With z the logit, or minus the logit of what is not the class, it is
+    ``-a sigmoid(-z)^gamma log sigmoid(z)``. Only logits and labels are kept
+    for the backward.
+    """
+
+    @staticmethod
+    def _parts(logits: Tensor, true: Tensor,
+               alpha: float) -> Tuple[Tensor, Tensor, Tensor]:
+        z = torch.where(true, logits, -logits)
+        balance = torch.where(true, alpha, 1. - alpha).to(logits.dtype)
+        return (-z).sigmoid(), functional.logsigmoid(z), balance
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, true: Tensor, gamma: float,
+                alpha: float) -> Tensor:
+        ctx.save_for_backward(logits, true)
+        ctx.constants = gamma, alpha
+        missing, log, balance = _FocalLoss._parts(logits, true, alpha)
+        return -balance * missing.pow(gamma) * log
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, true = ctx.saved_tensors
+        gamma, alpha = ctx.constants
+        missing, log, balance = _FocalLoss._parts(logits, true, alpha)
+        slope = balance * missing.pow(gamma) * (
+            gamma * (1 - missing) * log - missing)
+        return grad * torch.where(true, slope, -slope), None, None, None
+
+
+def _focal_loss(forward: Forward) -> Forward:
     """Focal loss by its formula, not by mmcv's kernel.
 
     The fp32 kernel takes ``log(1 - p)`` of a rounded p: from a logit of 17
     on it is log(FLT_MIN) = -87, whatever the logit. The formula goes through
-    the logit itself. It is what mmdet takes for one-hot targets.
+    the logit itself. Labels that are no class are background, as there.
     """
+    scope: Dict[str, Any] = inspect.unwrap(forward).__globals__
+    if not {'py_sigmoid_focal_loss', 'weight_reduce_loss'} <= set(scope):
+        return forward
+
+    def of_labels(pred: Tensor, target: Tensor,
+                  weight: Optional[Tensor] = None, gamma: float = 2.0,
+                  alpha: float = 0.25, reduction: str = 'mean',
+                  avg_factor: Any = None) -> Tensor:
+        if target.dtype != torch.bool:
+            return scope['py_sigmoid_focal_loss'](
+                pred, target, weight, gamma, alpha, reduction, avg_factor)
+        loss = _FocalLoss.apply(pred, target, gamma, alpha)
+        if weight is not None and weight.shape != loss.shape:
+            # Of each sample, or flattened.
+            weight = weight.view(len(loss), -1)
+        return scope['weight_reduce_loss'](loss, weight, reduction,
+                                           avg_factor)
+
+    own = _in_scope(forward, py_sigmoid_focal_loss=of_labels)
 
     @functools.wraps(forward)
     def call(self: Any, pred: Tensor, target: Tensor, *args: Any,
              **kwargs: Any) -> Any:
-        if self.use_sigmoid and not self.activated and (
-                pred.dim() != target.dim()):
-            classes = pred.size(1)
-            target = functional.one_hot(
-                target, num_classes=classes + 1)[:, :classes]
-        return forward(self, pred, target, *args, **kwargs)
+        if not self.use_sigmoid or self.activated or (
+                pred.dim() == target.dim()):
+            return forward(self, pred, target, *args, **kwargs)
+        classes = torch.arange(pred.size(1), device=pred.device)
+        return own(self, pred, target[:, None] == classes, *args, **kwargs)
 
     return call
 
@@ -139,6 +191,16 @@ def _true_distances(forward: Forward) -> Forward:
     return call
 
 
+def _in_scope(forward: Forward, **functions: Forward) -> Forward:
+    """A forward whose code finds other functions under some names."""
+    forward = inspect.unwrap(forward)
+    made = types.FunctionType(
+        forward.__code__, {**forward.__globals__, **functions},
+        forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(made, forward)
+
+
 def _with(name: str, formula: Forward) -> Callable[[Forward], Forward]:
     """The host's forward, with its weights and reductions, and our formula.
 
@@ -148,16 +210,10 @@ def _with(name: str, formula: Forward) -> Callable[[Forward], Forward]:
     """
 
     def make(forward: Forward) -> Forward:
-        forward = inspect.unwrap(forward)
-        scope: Dict[str, Any] = forward.__globals__
+        scope = inspect.unwrap(forward).__globals__
         if name not in scope or 'weighted_loss' not in scope:
             return forward
-        made = types.FunctionType(
-            forward.__code__,
-            {**scope, name: scope['weighted_loss'](formula)},
-            forward.__name__, forward.__defaults__, forward.__closure__)
-        made.__kwdefaults__ = forward.__kwdefaults__
-        return functools.update_wrapper(made, forward)
+        return _in_scope(forward, **{name: scope['weighted_loss'](formula)})
 
     return make
 
@@ -193,8 +249,12 @@ def _enclosing(pred: Tensor, target: Tensor, least: float) -> Tensor:
 
 
 def _between(pred: Tensor, target: Tensor) -> Tensor:
-    """From the centre of each predicted box to that of its target."""
-    return (target[:, :2] + target[:, 2:] - pred[:, :2] - pred[:, 2:]) / 2
+    """From the centre of each predicted box to that of its target.
+
+    Exactly 0 for boxes that share it, so that ``abs`` has no gradient.
+    """
+    return ((target[:, :2] + target[:, 2:])
+            - (pred[:, :2] + pred[:, 2:])) / 2
 
 
 def _ciou(pred: Tensor, target: Tensor, eps: float = 1e-7) -> Tensor:
@@ -243,17 +303,15 @@ def _siou(pred: Tensor, target: Tensor, eps: float = 1e-7,
 def _bounded_iou(pred: Tensor, target: Tensor, beta: float = 0.2,
                  eps: float = 1e-3) -> Tensor:
     """Bounded IoU loss, https://arxiv.org/abs/1711.00164, eq. 11 to 15."""
-    off = _between(pred, target.detach()).abs() * 2
-    terms = []
-    for axis, (own, true) in enumerate(zip(
-            _sizes(pred), _sizes(target.detach()))):
-        far = off[:, axis]
-        centre = _over(true - far, true + far + eps)
-        terms.append((axis, 1 - centre.clamp(min=0.)))
-        size = torch.min(_over(true, own + eps), _over(own, true + eps))
-        terms.append((axis + 2, 1 - size))
-    loss = torch.stack([term for _, term in sorted(
-        terms, key=lambda item: item[0])], 1)
+    target = target.detach()
+    centres, sizes = [], []
+    far = _between(pred, target).abs() * 2
+    for axis, (own, true) in enumerate(zip(_sizes(pred), _sizes(target))):
+        centre = _over(true - far[:, axis], true + far[:, axis] + eps)
+        centres.append(1 - torch.max(centre, torch.zeros_like(centre)))
+        sizes.append(1 - torch.min(_over(true, own + eps),
+                                   _over(own, true + eps)))
+    loss = torch.stack([*centres, *sizes], 1)
     return torch.where(loss < beta, loss.square() * (0.5 / beta),
                        loss - 0.5 * beta)
 
@@ -261,7 +319,7 @@ def _bounded_iou(pred: Tensor, target: Tensor, beta: float = 0.2,
 _MENDED: Dict[str, Callable[[Forward], Forward]] = {
     'BoundedIoULoss': _with('bounded_iou_loss', _bounded_iou),
     'CIoULoss': _with('ciou_loss', _ciou),
-    'FocalLoss': _one_hot_targets,
+    'FocalLoss': _focal_loss,
     'SIoULoss': _with('siou_loss', _siou),
     'SeesawLoss': _largest_at_zero,
     'TripletLoss': _true_distances,

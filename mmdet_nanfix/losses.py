@@ -43,7 +43,7 @@ def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return in_fp32(functools.partial(own, self), *args, **kwargs)
 
-    setattr(forward, MARK, True)
+    setattr(forward, MARK, forward)
     name = f'Fp32{kind.__name__}'
     made = type(name, (kind, ), {
         'forward': forward,

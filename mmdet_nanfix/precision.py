@@ -7,7 +7,9 @@ of all its floating inputs, and autocast no say in it.
 """
 import contextlib
 import copy
-from typing import Any, Callable, Iterator, Set
+import sys
+import types
+from typing import Any, Callable, Container, Dict, Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +30,48 @@ _HALVES = (torch.float16, torch.bfloat16)
 _DEPTH = 8
 _ATOMS = (str, bytes, int, float, type(None), type, nn.Module, torch.dtype,
           torch.device, torch.Size)
+_LONG = 1000
 
 
-def widened(value: Any, depth: int = _DEPTH) -> Any:
+def widened(value: Any) -> Any:
     """The same value with half tensors in fp32; autograd goes through.
+
+    A tensor that comes twice is cast once, and stays one.
 
     Args:
         value: Tensors in lists, tuples, dicts and in attributes of plain
             objects (MMEngine's data elements, boxes, sampling results). What
             holds no half tensor stays the object that it is; what does is
-            copied as far down as needed.
-        depth: How far down to look.
+            copied as far down as needed. Lists of more than a thousand
+            values that are no tensors are not looked into.
     """
+    return _widened(value, {}, _DEPTH)
+
+
+def _widened(value: Any, known: Dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALVES else value
-    if depth == 0 or isinstance(value, _ATOMS):
+        if value.dtype not in _HALVES:
+            return value
+    elif depth == 0 or isinstance(value, _ATOMS):
         return value
+    if id(value) not in known:
+        # Beside the value itself, so that its id is not given away.
+        known[id(value)] = value, value
+        known[id(value)] = value, _wide_copy(value, known, depth)
+    return known[id(value)][1]
+
+
+def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.float()
     if isinstance(value, dict):
-        return _with_items(value, list(dict.items(value)), depth)
+        return _with_items(value, [
+            (key, item, _widened(item, known, depth - 1))
+            for key, item in dict.items(value)])
     if isinstance(value, (list, tuple)):
-        wide = [widened(item, depth - 1) for item in value]
+        if len(value) > _LONG and not isinstance(value[0], Tensor):
+            return value
+        wide = [_widened(item, known, depth - 1) for item in value]
         if all(new is old for new, old in zip(wide, value)):
             return value
         if isinstance(value, list):
@@ -57,14 +81,15 @@ def widened(value: Any, depth: int = _DEPTH) -> Any:
         return type(value)(*wide) if hasattr(value, '_fields') else (
             type(value)(wide))
     if hasattr(value, '__dict__') and not callable(value):
-        return _with_attributes(value, depth)
+        return _with_attributes(value, [
+            (key, item, _widened(item, known, depth - 1))
+            for key, item in list(vars(value).items())])
     return value
 
 
-def _with_items(value: Any, items: Any, depth: int) -> Any:
+def _with_items(value: Any, items: Any) -> Any:
     out = value
-    for key, item in items:
-        wide = widened(item, depth - 1)
+    for key, item, wide in items:
         if wide is not item:
             if out is value:
                 out = copy.copy(value)
@@ -72,10 +97,9 @@ def _with_items(value: Any, items: Any, depth: int) -> Any:
     return out
 
 
-def _with_attributes(value: Any, depth: int) -> Any:
+def _with_attributes(value: Any, items: Any) -> Any:
     out = value
-    for key, item in list(vars(value).items()):
-        wide = widened(item, depth - 1)
+    for key, item, wide in items:
         if wide is not item:
             if out is value:
                 out = copy.copy(value)
@@ -120,22 +144,35 @@ def in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         **kwargs: Likewise.
     """
     with without_autocast(*sorted(_devices((args, kwargs)))):
-        return function(*widened(args), **widened(kwargs))
+        args, kwargs = widened((args, kwargs))
+        return function(*args, **kwargs)
 
 
 class WideSigmoid(TorchFunctionMode):
-    """Region in which ``sigmoid`` is computed in fp32, as ``softmax`` is.
+    """Region in which some code computes ``sigmoid`` in fp32, like softmax.
 
     Autocast leaves it half. There a logit of 8.4 gives 1, so that the log of
     what is missing to 1 is lost, and with it the gradient.
+
+    Args:
+        codes: Whose own calls are meant, not what these call in turn: a part
+            that is checkpointed runs again alone, and has to compute the
+            same then.
     """
+
+    def __init__(self, codes: Container[types.CodeType]) -> None:
+        super().__init__()
+        self._codes = codes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        if func in _SIGMOIDS:
-            args, kwargs = widened(args, 1), widened(kwargs or {}, 1)
+        if func in _SIGMOIDS and not (kwargs and 'out' in kwargs):
+            caller: Any = sys._getframe(1)
+            if caller.f_code is functional.sigmoid.__code__:
+                caller = caller.f_back
+            if caller.f_code in self._codes:
+                args, kwargs = widened((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-_SIGMOIDS = frozenset({torch.sigmoid, Tensor.sigmoid, functional.sigmoid,
-                       torch.special.expit})
+_SIGMOIDS = frozenset({torch.sigmoid, Tensor.sigmoid, torch.special.expit})

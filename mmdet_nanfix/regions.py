@@ -2,39 +2,59 @@
 
 MMDetection 2.x ran the loss, target and decoding methods of every head
 outside of autocast (``force_fp32``); 3.x dropped that. :func:`install` finds
-what a model computes there, and wraps it in the *classes*: nothing is left
-on a model's own modules, copies and checkpoints know nothing of it. A wrapped
-method is the original until :func:`switched` says otherwise, which a guarded
-step does for its forward and backward.
+what a model computes there, and wraps it in the *classes*, for the life of
+the process: nothing is left on a model's own modules, copies and checkpoints
+know nothing of it. A wrapped method is the original until :func:`switched`
+says otherwise, which a guarded step does for its forward and backward.
 
 Nothing is known of a model but what its methods are called:
 
 =================  ========================================================
-of a head          ``loss_by_feat``, ``loss_and_target``, ``loss`` where it
-                   computes one from predictions, ``get_targets``,
+of a head          ``loss_by_feat``, ``loss_and_target``,
                    ``predict_by_feat``, ``refine_bboxes``,
-                   ``regress_by_class``; ``sigmoid`` in its forward, and
-                   in that of a decoder that inverts it
-of plain objects   ``assign``, ``encode``, ``decode`` and what is called:
-                   assigners, coders, matching costs, IoU calculators, if
-                   they hold no module; ``sample`` gets fp32 inputs, and
+                   ``regress_by_class``, ``map_roi_levels``; ``loss`` and
+                   ``get_targets`` where they run no layers; ``sigmoid`` in
+                   its own code, and in that of a decoder that inverts it
+of plain objects   ``assign``, ``encode``, ``decode``, and what is called
+                   below an assigner: matching costs, IoU calculators; if no
+                   module hangs below them. ``sample`` gets fp32 inputs, and
                    keeps autocast
 RoI extractors     ``forward``; the result is rounded to half again
 losses             ``forward``: modules called ``...Loss``, and those that a
-                   parent calls ``loss...`` or ``criterion``
+                   parent calls ``loss...`` or ``criterion``; not torch's
+                   own, which autocast runs in fp32
+functions          ``inverse_sigmoid``, ``sigmoid_geometric_mean``
 =================  ========================================================
+
+An argument that holds half tensors is a copy within a region: what the
+region writes into it, the caller does not see.
 """
 import contextlib
-import dis
 import functools
-import inspect
 import sys
+import threading
 import types
-from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Iterable,
+    Iterator,
+    Optional,
+    Set,
+)
 
 import torch
 from torch import Tensor, nn
 
+from .head_methods import (
+    loss_modules,
+    names_in,
+    own_codes,
+    plain_objects,
+    reaches_a_network,
+    runs_layers,
+    takes_predictions,
+)
 from .precision import WideSigmoid, not_compiled, widened, without_autocast
 
 __all__ = ['MARK', 'MODES', 'install', 'switched']
@@ -45,14 +65,9 @@ MARK = 'fp32_region_of_mmdet_nanfix'
 MODES = ('heads', 'losses', None)
 
 _HEAD_METHODS = ('loss_by_feat', 'loss_and_target', 'predict_by_feat',
-                 'get_targets', 'refine_bboxes', 'regress_by_class',
-                 'map_roi_levels')
-_OBJECT_METHODS = ('assign', 'encode', 'decode', '__call__')
-_SAMPLES = ('batch_data_samples', 'data_samples')
-# What no wrapped method can hang below.
-_MACHINERY = ('builtins', 'torch', 'numpy', 'logging', 'threading',
-              'collections', 'mmengine', 'mmdet_nanfix')
-_TOO_LONG = 1000
+                 'refine_bboxes', 'regress_by_class', 'map_roi_levels')
+_OBJECT_METHODS = ('assign', 'encode', 'decode')
+_FUNCTIONS = ('inverse_sigmoid', 'sigmoid_geometric_mean')
 
 Method = Callable[..., Any]
 #: Gives for a method the one to use in its place in fp32, or None.
@@ -65,14 +80,27 @@ class _Switch:
     Attributes:
         mode: One of :data:`MODES`.
         device: Type of the device whose autocast is meant.
-        inside: Whether a region has begun: nothing is cast twice.
     """
 
     mode: Optional[str] = None
     device = 'cpu'
+
+
+class _Place(threading.local):
+    """Where this thread is.
+
+    Attributes:
+        inside: Whether a region has begun: nothing is cast twice.
+        wide: Whether sigmoids are looked at.
+    """
+
     inside = False
+    wide = False
 
 
+_PLACE = _Place()
+#: Of methods that compute a sigmoid in fp32.
+_CODES: Set[types.CodeType] = set()
 _SWITCH = _Switch()
 
 
@@ -99,12 +127,13 @@ def switched(mode: Optional[str], device: str) -> Iterator[None]:
 @not_compiled
 def _enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call in a region: fp32 inputs, autocast off, nothing cast again."""
-    _SWITCH.inside = True
+    _PLACE.inside = True
     try:
         with without_autocast(_SWITCH.device):
-            return function(*widened(args), **widened(kwargs))
+            args, kwargs = widened((args, kwargs))
+            return function(*args, **kwargs)
     finally:
-        _SWITCH.inside = False
+        _PLACE.inside = False
 
 
 def _in_fp32(original: Method) -> Method:
@@ -112,7 +141,7 @@ def _in_fp32(original: Method) -> Method:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _SWITCH.inside:
+        if _SWITCH.mode != 'heads' or _PLACE.inside:
             return original(self, *args, **kwargs)
         return _enter(functools.partial(original, self), args, kwargs)
 
@@ -127,7 +156,7 @@ def _loss(original: Method, mend: Mend) -> Method:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _SWITCH.mode is None:
             return original(self, *args, **kwargs)
-        if _SWITCH.inside:
+        if _PLACE.inside:
             return mended(self, *args, **kwargs)
         return _enter(functools.partial(mended, self), args, kwargs)
 
@@ -143,7 +172,7 @@ def _exact(original: Method, mend: Mend) -> Method:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (exact if _SWITCH.inside else original)(*args, **kwargs)
+        return (exact if _PLACE.inside else original)(*args, **kwargs)
 
     return call
 
@@ -153,9 +182,10 @@ def _from_fp32(original: Method) -> Method:
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _SWITCH.inside:
+        if _SWITCH.mode != 'heads' or _PLACE.inside:
             return original(self, *args, **kwargs)
-        return original(self, *widened(args), **widened(kwargs))
+        args, kwargs = widened((args, kwargs))
+        return original(self, *args, **kwargs)
 
     return sample
 
@@ -164,16 +194,37 @@ def _rounded(original: Method) -> Method:
     """In fp32, the result in half again: what follows is convolved."""
 
     @functools.wraps(original)
-    def forward(self: nn.Module, feats: Any, *args: Any,
-                **kwargs: Any) -> Any:
-        first = feats if isinstance(feats, Tensor) else feats[0]
-        if _SWITCH.mode != 'heads' or _SWITCH.inside or (
-                _layers_besides(self)) or first.dtype == torch.float32:
-            return original(self, feats, *args, **kwargs)
-        out = _enter(functools.partial(original, self), (feats, *args), kwargs)
-        return out.to(first.dtype)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _SWITCH.mode != 'heads' or _PLACE.inside or (
+                _layers_besides(self)):
+            return original(self, *args, **kwargs)
+        half = next(_halves([*args, *kwargs.values()]), None)
+        if half is None:
+            return original(self, *args, **kwargs)
+        out = _enter(functools.partial(original, self), args, kwargs)
+        return _narrowed(out, half)
 
     return forward
+
+
+def _halves(values: Iterable[Any]) -> Iterator[torch.dtype]:
+    """Half dtypes of tensors in arguments, the features' first."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype in (torch.float16, torch.bfloat16):
+                yield value.dtype
+        elif isinstance(value, (list, tuple)):
+            yield from _halves(value)
+        elif isinstance(value, dict):
+            yield from _halves(value.values())
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype == torch.float32 else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_narrowed(item, dtype) for item in value)
+    return value
 
 
 def _layers_besides(extractor: nn.Module) -> bool:
@@ -182,20 +233,35 @@ def _layers_besides(extractor: nn.Module) -> bool:
 
 
 def _wide_sigmoid(original: Method) -> Method:
+    _CODES.update(own_codes(original))
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _SWITCH.inside:
-            return original(*args, **kwargs)
-        return _enter_wide(original, args, kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _SWITCH.mode != 'heads' or _PLACE.inside or _PLACE.wide:
+            return original(self, *args, **kwargs)
+        return _enter_wide(functools.partial(original, self), args, kwargs)
 
-    return forward
+    return call
 
 
 @not_compiled
-def _enter_wide(function: Method, args: Any, kwargs: Any) -> Any:
-    with WideSigmoid():
-        return function(*args, **kwargs)
+def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _PLACE.wide = True
+    try:
+        with WideSigmoid(_CODES):
+            return function(*args, **kwargs)
+    finally:
+        _PLACE.wide = False
+
+
+def _is_region(function: Any) -> bool:
+    # ``functools.wraps`` copies the mark of another function.
+    return vars(function).get(MARK) is function
+
+
+def _marked(function: Method) -> Method:
+    setattr(function, MARK, function)
+    return function
 
 
 def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
@@ -206,12 +272,12 @@ def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
     else:
         return
     original = base.__dict__[name]
-    if isinstance(original, types.FunctionType) and not (
-            hasattr(original, MARK)):
-        wrapped = make(original)
-        if wrapped is not original:
-            setattr(wrapped, MARK, True)
-            setattr(base, name, wrapped)
+    if base is nn.Module or not isinstance(original, types.FunctionType) or (
+            _is_region(original)):
+        return
+    wrapped = make(original)
+    if wrapped is not original:
+        setattr(base, name, _marked(wrapped))
 
 
 def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
@@ -225,142 +291,61 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
         mend_loss: For the forward of a loss.
         mend_cost: For a method of a plain object.
     """
-    kinds = {type(module) for module in model.modules()}
     for module in model.modules():
-        kind = type(module)
-        for name in _HEAD_METHODS:
-            _wrap(kind, name, _in_fp32)
-        takes_predictions = kind is not type(model) and (
-            _takes_predictions(module))
-        if takes_predictions:
-            _wrap(kind, 'loss', _in_fp32)
-        methods = {name: _names(getattr(kind, name)) for name in dir(kind)
-                   if name.startswith(('forward', 'loss'))}
-        if takes_predictions or {'loss_by_feat', 'loss_and_target'} & set(
-                methods) or any('inverse_sigmoid' in names
-                                for names in methods.values()):
-            for name, names in methods.items():
-                if any('sigmoid' in called for called in names):
-                    _wrap(kind, name, _wide_sigmoid)
+        _wrap_head(module, may_lose=type(module) is not type(model))
         layers = getattr(module, 'roi_layers', None)
         if isinstance(layers, nn.ModuleList):
             for part in (module, *layers):
                 _wrap(type(part), 'forward', _rounded)
-    for kind in {type(module) for module in _losses(model)}:
-        _wrap(kind, 'forward', functools.partial(_loss, mend=mend_loss))
-    for thing in _plain_objects(model):
+    for module in loss_modules(model):
+        _wrap(type(module), 'forward', functools.partial(
+            _loss, mend=mend_loss))
+    for thing, is_called in plain_objects(model):
         kind = type(thing)
         _wrap(kind, 'sample', _from_fp32)
-        if any(isinstance(held, nn.Module) for held in vars(thing).values()):
-            # What it computes may be a network's.
+        if reaches_a_network(thing):
             continue
-        for name in _OBJECT_METHODS:
+        for name in (*_OBJECT_METHODS, *['__call__'] * is_called):
             _wrap(kind, name, _in_fp32)
         for name in dir(kind):
             _wrap(kind, name, functools.partial(_exact, mend=mend_cost))
-    for kind in kinds:
-        for base in kind.__mro__:
-            _wrap_function(sys.modules.get(base.__module__),
-                           'inverse_sigmoid')
+    for base in {base for module in model.modules()
+                 for base in type(module).__mro__}:
+        for name in _FUNCTIONS:
+            _wrap_function(sys.modules.get(base.__module__), name)
+
+
+def _wrap_head(module: nn.Module, may_lose: bool) -> None:
+    """Wrap the methods of a module, where it is a head."""
+    kind = type(module)
+    for name in _HEAD_METHODS:
+        _wrap(kind, name, _in_fp32)
+    has_a_loss = may_lose and takes_predictions(module)
+    if has_a_loss:
+        _wrap(kind, 'loss', _in_fp32)
+    if not runs_layers(module, 'get_targets'):
+        _wrap(kind, 'get_targets', _in_fp32)
+    methods = {name: names_in(kind, name) for name in dir(kind)}
+    if has_a_loss or {'loss_by_feat', 'loss_and_target'} & set(
+            methods) or any('inverse_sigmoid' in names
+                            for names in methods.values()):
+        for name, names in methods.items():
+            if any('sigmoid' in called for called in names):
+                _wrap(kind, name, _wide_sigmoid)
 
 
 def _wrap_function(module: Any, name: str) -> None:
     """Wrap a function where a module's code finds it."""
     original = vars(module).get(name) if module is not None else None
-    if isinstance(original, types.FunctionType) and not (
-            hasattr(original, MARK)):
-        function = original
+    if not callable(original) or _is_region(
+            getattr(original, '__func__', original)):
+        return
+    function: Callable[..., Any] = original
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if _SWITCH.mode != 'heads' or _SWITCH.inside:
-                return function(*args, **kwargs)
-            return _enter(function, args, kwargs)
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _SWITCH.mode != 'heads' or _PLACE.inside:
+            return function(*args, **kwargs)
+        return _enter(function, args, kwargs)
 
-        setattr(wrapped, MARK, True)
-        setattr(module, name, wrapped)
-
-
-def _codes(function: Any) -> Any:
-    return getattr(inspect.unwrap(function), '__code__', None)
-
-
-def _names(method: Any) -> Tuple[str, ...]:
-    """Names that the code of a method uses."""
-    code = _codes(method)
-    return code.co_names if code is not None else ()
-
-
-def _takes_predictions(module: nn.Module) -> bool:
-    """Whether ``loss`` is a loss, and not a forward that ends in one.
-
-    A ``loss`` that gets data samples, that has a ``loss_by_feat`` beside it,
-    or that calls itself or a part with weights runs layers: they stay half.
-    """
-    kind = type(module)
-    code = _codes(getattr(kind, 'loss', None))
-    if code is None or hasattr(kind, 'loss_by_feat') or any(
-            name in _SAMPLES for name in code.co_varnames):
-        return False
-    layers = {name for name, child in module.named_children()
-              if next(child.parameters(), None) is not None}
-    return not layers & set(code.co_names) and (
-        'forward' not in code.co_names) and not _passes_self(code)
-
-
-def _passes_self(code: Any) -> bool:
-    """Whether a method calls its ``self``, or hands it on."""
-    own = code.co_varnames[0] if code.co_argcount else None
-    if own in code.co_cellvars:
-        return True
-    steps = list(dis.get_instructions(code))
-    for step, follower in zip(steps, steps[1:]):
-        if not step.opname.startswith('LOAD_FAST'):
-            continue
-        # From Python 3.13 on one instruction may load two.
-        names = step.argval if isinstance(step.argval, tuple) else (
-            step.argval, )
-        if own in names[:-1] or names[-1] == own and not (
-                follower.opname.endswith(('_ATTR', '_METHOD'))):
-            return True
-    return False
-
-
-def _losses(model: nn.Module) -> Iterator[nn.Module]:
-    """Loss modules: by their name, or by what a parent calls them.
-
-    What a parent calls so may be a network as well (a perceptual loss):
-    with weights it counts by its own name alone.
-    """
-    for name, module in model.named_modules():
-        if module is model or module._modules and isinstance(
-                module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        called = name.split('.')
-        if type(module).__name__.endswith('Loss') or (
-                any(part.startswith(('loss', 'criterion')) for part in called)
-                and next(module.parameters(), None) is None):
-            yield module
-
-
-def _plain_objects(model: nn.Module) -> Iterator[Any]:
-    """Objects other than modules and containers that modules hold."""
-    seen: Set[int] = set()
-    waiting: List[Any] = [
-        value for module in model.modules()
-        for value in list(vars(module).values())]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, (
-                Tensor, nn.Module, type, types.FunctionType,
-                types.ModuleType)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (dict, list, tuple, set)):
-            if len(value) < _TOO_LONG:
-                waiting.extend(dict.values(value) if isinstance(value, dict)
-                               else value)
-        elif hasattr(value, '__dict__') and (
-                type(value).__module__.partition('.')[0] not in _MACHINERY):
-            yield value
-            waiting.extend(list(vars(value).values()))
+    setattr(module, name, _marked(wrapped))

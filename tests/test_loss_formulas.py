@@ -12,6 +12,7 @@ import pytest
 import torch
 from loss_inputs import COSTS, LOSSES, every, rounded
 from mmdet.models import losses as host
+from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.registry import MODELS as MMDET
 from mmdet.registry import TASK_UTILS
 from torch import nn
@@ -107,19 +108,20 @@ def test_every_loss_is_in_the_sweep():
 
 
 class Head(nn.Module):
-    """Holds plain objects, as heads hold their assigner."""
+    """Holds an assigner with a matching cost."""
 
-    def __init__(self, *objects):
+    def __init__(self, cost):
         super().__init__()
-        self.objects = list(objects)
+        self.assigner = HungarianAssigner([cost])
 
 
 @pytest.mark.parametrize('dtype', HALVES)
 @pytest.mark.parametrize('name, options, inputs', COSTS, ids=[
     f'{name}-{"-".join(options)}' for name, options, _ in COSTS])
 def test_matching_costs(name, options, inputs, dtype):
-    cost = TASK_UTILS.get(name)(**options)
-    regions.install(Head(cost), mend_cost=loss_formulas.exact_cost)
+    head = Head(dict(type=name, **options))
+    (cost, ) = head.assigner.match_costs
+    regions.install(head, mend_cost=loss_formulas.exact_cost)
     for _, _, _, args in every(((name, options, inputs), )):
         half = rounded(args, dtype)
         with in_fp64():
@@ -138,7 +140,8 @@ def test_every_matching_cost_is_in_the_sweep():
     assert {name for name, _, _ in COSTS} == named
 
 
-numbers = st.floats(-65504., 65504., width=16)
+numbers = st.one_of(st.floats(-65504., 65504., width=16),
+                    st.floats(.125, 4096., width=32))
 near = st.sampled_from([0., 0.5, 100., 100.5, 1000., 4000.])
 boxes = st.lists(st.tuples(*[st.one_of(near, numbers)] * 8), min_size=1,
                  max_size=4)
@@ -163,6 +166,26 @@ def test_box_losses_are_finite_and_equal_the_hosts_where_that_is(
         if wanted[0].isfinite():
             assert (own[0] - wanted[0]).abs() <= 1e-5 * (
                 1 + wanted[0].abs())
+
+
+@pytest.mark.parametrize('name', BOX_LOSSES)
+@pytest.mark.parametrize('size', [1., 50., 1000.])
+def test_gradients_of_box_losses_are_the_hosts(name, size):
+    """Boxes that half cannot hold, and ones that share a centre or a side."""
+    generator = torch.Generator().manual_seed(0)
+    corner = torch.rand(400, 2, generator=generator) * size
+    side = (torch.rand(400, 2, generator=generator) + .1) * size
+    target = torch.cat([corner, corner + side], 1)
+    moved = target + (torch.rand(400, 4, generator=generator) - .5) * (
+        .2 * size)
+    for pred in (moved, target, target + .1 * size * torch.tensor(
+            [-1., 0., 1., 0.])):
+        theirs = MMDET.get(name[len('Fp32'):])(reduction='none')
+        own = evaluate(OURS[name](reduction='none'), (pred, target))[1]
+        wanted = evaluate(theirs, (pred, target))[1]
+        fine = wanted.isfinite()
+        limit = 2e-4 * (wanted[fine].abs() + 1 / size)
+        assert ((own[fine] - wanted[fine]).abs() <= limit).all()
 
 
 def test_coinciding_boxes_of_any_place():
@@ -207,6 +230,7 @@ def test_a_fork_with_other_names_keeps_its_own_formula():
 
     CIoULoss.forward.__qualname__ = 'CIoULoss.forward'
     CIoULoss.forward.__module__ = 'mmdet.models.losses.fork'
+    assert 'ciou_loss' not in CIoULoss.forward.__globals__
     own = loss_formulas.finite_forward(CIoULoss.forward)
     pred = torch.ones(2, 4)
     assert own(CIoULoss(), pred, pred * 3) == 16
@@ -214,3 +238,58 @@ def test_a_fork_with_other_names_keeps_its_own_formula():
 
 def test_what_is_not_mdets_is_left():
     assert loss_formulas.exact_cost(Head.__init__) is None
+
+
+def test_labels_that_are_no_class_are_background():
+    logits = torch.randn(3, 4)
+    loss = OURS['Fp32FocalLoss'](reduction='none')
+    background = loss(logits, torch.tensor([4, 4, 4]))
+    for label in (-1, 5, 255):
+        assert torch.equal(loss(logits, torch.full((3, ), label)),
+                           background)
+
+
+@pytest.mark.parametrize('weight', [
+    None, torch.rand(5), torch.rand(5, 4), torch.rand(20)])
+def test_focal_loss_is_the_formula_of_the_host(weight):
+    labels = torch.tensor([0, 3, 4, 1, 2])
+    logits = torch.randn(5, 4)
+    for settings in ({}, dict(gamma=1.5, alpha=.6, loss_weight=3.)):
+        for call in ({}, dict(avg_factor=3.), dict(
+                reduction_override='none'), dict(reduction_override='sum')):
+            found = [evaluate(kind(**settings), (logits, labels, weight),
+                              **call)
+                     for kind in (OURS['Fp32FocalLoss'], host.FocalLoss)]
+            for own, theirs in zip(*found):
+                torch.testing.assert_close(own, theirs, rtol=1e-4,
+                                           atol=1e-6)
+            # A target that is one-hot already is the host's own affair.
+            hot = torch.eye(5)[labels][:, :4]
+            assert torch.equal(*(evaluate(
+                kind(**settings), (logits, hot, weight), **call)[0]
+                for kind in (OURS['Fp32FocalLoss'], host.FocalLoss)))
+
+
+def test_focal_loss_keeps_logits_and_labels_alone():
+    """As mmcv's kernel does; a label a score, or 0 to 255 classes of it."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    logits = torch.randn(1000, 80, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda same: same):
+        OURS['Fp32FocalLoss']()(logits, torch.zeros(1000).long(),
+                                avg_factor=1.)
+    assert sum(kept) <= 1000 * 80 * (4 + 1) + 1000
+
+
+def test_a_loss_of_ones_own_is_not_mended():
+
+    class OwnLoss(nn.Module):
+
+        def forward(self, positive, negative):
+            return (positive.sum() + negative.sum()) / positive.numel()
+
+    assert loss_formulas.finite_forward(OwnLoss.forward) is OwnLoss.forward

@@ -21,7 +21,8 @@ LAYERS = {
 MODULES = {
     'plain': ['policy', 'records', 'report'],
     'tensors': ['annotations', 'arguments', 'buffers', 'emulation', 'finite',
-                'half_ops', 'half_sampling', 'heads', 'loss_formulas',
+                'half_ops', 'half_sampling', 'head_methods', 'heads',
+                'loss_formulas',
                 'picture', 'precision', 'raisers', 'regions', 'step',
                 'transaction', 'trial'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],

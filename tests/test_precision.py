@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.precision import in_fp32, widened, without_autocast
+from mmdet_nanfix.precision import (
+    WideSigmoid,
+    in_fp32,
+    widened,
+    without_autocast,
+)
 
 HALF = torch.float16
 Pair = collections.namedtuple('Pair', 'left right')
@@ -50,3 +55,49 @@ def test_the_banned_operation_runs():
         with pytest.raises(RuntimeError, match='binary_cross_entropy'):
             F.binary_cross_entropy(x, x)
         assert in_fp32(F.binary_cross_entropy, x, x).isfinite()
+
+
+def test_what_comes_twice_is_cast_once():
+    half = torch.ones(2).half()
+    left, right = widened((half, {'same': half}))
+    assert left is right['same']
+
+
+def test_objects_that_refer_to_each_other():
+
+    class Node:
+        pass
+
+    nodes = [Node() for _ in range(100)]
+    for node in nodes:
+        node.others, node.value = nodes, torch.ones(1)
+    assert widened(nodes) is nodes
+    infos = [{'id': index} for index in range(100000)]
+    assert widened([infos])[0] is infos
+
+
+class Sigmoids:
+
+    def own(self, x):
+        return [x.sigmoid(), torch.sigmoid(x), F.sigmoid(x),
+                *[item.sigmoid() for item in (x, )]]
+
+    def below(self, x):
+        return torch.nn.Sigmoid()(x)
+
+    def into(self, x, out):
+        return torch.sigmoid(x, out=out)
+
+
+def test_sigmoids_of_some_code():
+    x = torch.full((1, ), 12.).half()
+    codes = {Sigmoids.own.__code__, Sigmoids.into.__code__, *(
+        code for code in Sigmoids.own.__code__.co_consts
+        if hasattr(code, 'co_name'))}
+    with WideSigmoid(codes):
+        assert all(score.dtype == torch.float32 and score < 1
+                   for score in Sigmoids().own(x))
+        assert Sigmoids().below(x).dtype == HALF
+        out = torch.zeros(1).half()
+        assert Sigmoids().into(x, out) is out and out == 1
+    assert Sigmoids().own(x)[0].dtype == HALF

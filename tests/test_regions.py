@@ -224,12 +224,21 @@ def test_methods_that_run_layers_stay_half():
         def loss(self, xs, target):
             return [self(x) for x in (xs, )][0].dtype
 
+    class Helper(Itself):
+
+        def loss(self, x, target):
+            return self.run(x).dtype
+
+        def run(self, x):
+            return self.layer(x)
+
     class Samples(Itself):
 
         def loss(self, x, batch_data_samples):
             return functional.linear(x, self.layer.weight).dtype
 
-    kinds = (Pure, Itself, Layer, Forward, HandsOn, Nested, Samples)
+    kinds = (Pure, Itself, Layer, Forward, HandsOn, Nested, Helper,
+             Samples)
     model = nn.ModuleList([kind() for kind in kinds])
     regions.install(model)
     with cuda_autocast(), regions.switched('heads', 'cpu'):
@@ -262,15 +271,50 @@ def test_a_model_is_no_head_and_a_network_no_loss():
         assert model(X).dtype == model.loss_perceptual(X).dtype == HALF
 
 
-def test_containers_of_losses_and_torchs_own():
+def test_layers_of_other_roles_are_left():
+    """A network of a loss has ReLUs, and so has every other."""
+
+    class Perceptual(nn.Sequential):
+
+        def __init__(self):
+            super().__init__(nn.Linear(4, 4), nn.ReLU())
+
+    class ModelWithLoss(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.net(x)
+
+    model = nn.Module()
+    model.loss_perceptual = Perceptual()
+    model.loss_pool, model.loss_same = nn.AvgPool1d(2), nn.Identity()
+    model.losses = nn.ModuleList()
+    model.loss_mse = nn.MSELoss()
+    model.inner = ModelWithLoss()
+    before = {kind: kind.forward for kind in (
+        nn.Module, nn.ReLU, nn.AvgPool1d, nn.Identity, nn.MSELoss,
+        ModelWithLoss, nn.Sequential)}
+    regions.install(model)
+    assert before == {kind: kind.forward for kind in before}
+    assert torch.jit.script(nn.MSELoss())(X, X) == 0
+
+
+def test_containers_of_losses():
 
     class Head(nn.Module):
 
         def __init__(self):
             super().__init__()
-            self.losses = nn.ModuleDict({'a': OwnLoss()})
-            self.loss_pair = nn.ModuleList([nn.MSELoss(), OwnLoss()])
-            self.criterion = nn.CrossEntropyLoss()
+            self.losses = nn.ModuleDict({'a': Squares()})
+            self.loss_pair = nn.ModuleList([Squares(), OwnLoss()])
+
+    class Squares(nn.Module):
+
+        def forward(self, pred, target):
+            return ((pred - target) * (pred - target)).mean()
 
     model = Head()
     regions.install(model)
@@ -278,7 +322,6 @@ def test_containers_of_losses_and_torchs_own():
     with cuda_autocast(), regions.switched('losses', 'cpu'):
         for loss in (*model.losses.values(), *model.loss_pair):
             assert loss(pred, pred * 0).item() == 90000.
-        assert model.criterion(pred, torch.tensor([0, 1])).dtype == SINGLE
 
 
 def test_objects_stay_themselves():
@@ -309,29 +352,135 @@ def test_objects_stay_themselves():
     assert same.calls == 2 and same.last == 3
 
 
-def test_objects_that_hold_a_network_run_in_half():
+class Encoder:
 
-    class Encoder:
+    def __init__(self, **held):
+        vars(self).update(held)
 
-        def __init__(self, net):
-            self.net = net
+    def __call__(self, net, x):
+        return net(x).dtype
 
-        def __call__(self, x):
-            return self.net(x).dtype
+    def encode(self, net, x):
+        return net(x).dtype
 
-        def encode(self, x):
-            return self.net(x).dtype
+
+@pytest.mark.parametrize('hold', [
+    lambda net: dict(net=net), lambda net: dict(nets=[net]),
+    lambda net: dict(call=net.forward),
+    lambda net: dict(other=Encoder(net=net))])
+def test_objects_that_hold_a_network_run_in_half(hold):
+
+    class Own(Encoder):
+        encode, __call__ = (
+            lambda self, net, x: net(x).dtype for _ in range(2))
 
     class Model(nn.Module):
 
         def __init__(self):
             super().__init__()
-            self.encoder = Encoder(nn.Linear(4, 4))
+            self.net = nn.Linear(4, 4)
+            self.encoder = Own(**hold(self.net))
 
     model = Model()
     regions.install(model)
     with cuda_autocast(), regions.switched('heads', 'cpu'):
-        assert model.encoder(X) == model.encoder.encode(X) == HALF
+        assert model.encoder(model.net, X) == HALF
+        assert model.encoder.encode(model.net, X) == HALF
+
+
+def test_what_is_called_and_below_no_assigner_is_left():
+
+    class Called:
+
+        def __call__(self, module, inputs, output):
+            output.mul_(0.)
+
+    class Other:
+
+        def __call__(self, net, x):
+            return net(x).dtype
+
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(Called())
+    model.called = Other()
+    regions.install(model)
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        assert model(X).abs().max() == 0
+        assert model.called(model, X) == HALF
+
+
+def test_overriding_with_the_marks_of_another():
+    import functools
+
+    class Base(nn.Module):
+
+        def loss_by_feat(self, out):
+            return out.dtype
+
+    class Override(Base):
+
+        @functools.wraps(Base.loss_by_feat)
+        def loss_by_feat(self, out):
+            return out.dtype
+
+    regions.install(nn.Sequential(Base()))
+    Override.loss_by_feat.__dict__.update(vars(Base.loss_by_feat))
+    model = nn.Sequential(Override())
+    regions.install(model)
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        assert model[0].loss_by_feat(X.half()) == SINGLE
+
+
+def test_classes_that_are_not_to_be_looked_at():
+
+    class Raises:
+
+        def __get__(self, instance, owner):
+            raise AttributeError('not of the class')
+
+    class Nowhere:
+
+        def encode(self, x):
+            return x.dtype
+
+    class Head(nn.Module):
+        loss_scale, forward_pass = Raises(), Raises()
+
+        def __init__(self):
+            super().__init__()
+            self.coder = Nowhere()
+
+        def loss_by_feat(self, out):
+            return out.dtype
+
+    Nowhere.__module__ = None
+    regions.install(nn.Sequential(Head()))
+
+
+def test_threads_do_not_share_a_region():
+    import threading
+    begun, ended = threading.Event(), threading.Event()
+    seen = []
+
+    class Head(nn.Module):
+
+        def loss_by_feat(self, x, waits):
+            if waits:
+                begun.set()
+                ended.wait(10)
+            seen.append(x.dtype)
+
+    head = Head()
+    regions.install(nn.Sequential(head))
+    other = threading.Thread(target=head.loss_by_feat,
+                             args=(X.half(), True))
+    with regions.switched('heads', 'cpu'):
+        other.start()
+        begun.wait(10)
+        head.loss_by_feat(X.half(), False)
+        ended.set()
+        other.join()
+    assert seen == [SINGLE, SINGLE]
 
 
 def test_compiled_heads():
@@ -491,20 +640,88 @@ def test_extractors_with_layers_of_their_own_keep_them_half():
     assert seen == [HALF]
 
 
-def test_regions_in_checkpointed_forwards():
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_regions_in_checkpointed_forwards(reentrant):
     """What runs again in the backward finds the switch as it was."""
     module = extractor()
-    model = nn.Sequential(module)
-    regions.install(model)
+    regions.install(nn.Sequential(module))
     feats = tuple(torch.randn(1, 3, 64 // s, 64 // s).half()
                   .requires_grad_() for s in (4, 8, 16, 32))
     rois = torch.tensor([[0., 10., 10., 40., 40.]])
-    for reentrant in (False, True):
-        with cuda_autocast(), regions.switched('heads', 'cpu'):
-            out = checkpoint(module, feats, rois, use_reentrant=False)
-        with regions.switched('heads', 'cpu'):
-            out.float().sum().backward()
-        assert feats[0].grad.isfinite().all(), reentrant
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        out = checkpoint(lambda *feats: module(feats, rois), *feats,
+                         use_reentrant=reentrant)
+    with regions.switched('heads', 'cpu'):
+        out.float().sum().backward()
+    assert feats[0].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('reentrant', [None, False, True])
+def test_sigmoid_in_checkpointed_parts(reentrant):
+
+    class Gate(nn.Module):
+
+        def forward(self, x):
+            return x * x.sigmoid()
+
+    class Head(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            self.gate = Gate()
+            nn.init.constant_(self.layer.weight, 12.)
+
+        def block(self, x):
+            return self.layer(x).sigmoid()
+
+        def forward(self, x):
+            run = (lambda part, x: part(x)) if reentrant is None else (
+                lambda part, x: checkpoint(part, x,
+                                           use_reentrant=reentrant))
+            other = run(self.gate, x)
+            return run(self.block, x), torch.sigmoid(other)
+
+        def loss_by_feat(self, score):
+            return -(1 - score).log().mean()
+
+    head = Head()
+    regions.install(nn.Sequential(head))
+    x = torch.ones(1, 1, requires_grad=True)
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        loss = head.loss_by_feat(head(x)[0])
+    with regions.switched('heads', 'cpu'):
+        loss.backward()
+    assert loss.item() == pytest.approx(12, rel=.01)
+    assert head.layer.weight.grad.item() == pytest.approx(1, rel=.01)
+
+
+def test_extractors_keep_how_they_are_called():
+    module = extractor()
+    regions.install(nn.Sequential(module))
+    feats = torch.randn(1, 3, 16, 16)
+    rois = torch.tensor([[0., 10., 10., 40., 40.]])
+    layer = module.roi_layers[0]
+    assert torch.equal(layer(input=feats, rois=rois), layer(feats, rois))
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        out = layer(rois=rois, input=feats.half())
+    assert out.dtype == HALF
+
+    class Named(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.roi_layers = nn.ModuleList()
+
+        def forward(self, feats, rois):
+            return feats['a'] * 2, rois
+
+    named = Named()
+    regions.install(nn.Sequential(named))
+    with cuda_autocast(), regions.switched('heads', 'cpu'):
+        out, same = named({'a': feats.half()}, rois.long())
+    assert out.dtype == HALF and same.dtype == torch.long
+    assert named({'a': feats}, rois)[0].dtype == SINGLE
 
 
 def test_inverse_sigmoid_at_the_ends():

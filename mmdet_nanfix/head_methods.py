@@ -1,0 +1,193 @@
+"""Which methods of a model, and which objects below it, compute losses.
+
+By what they are called and by the names that their code uses, as far as it
+can be told without running anything.
+"""
+import dis
+import inspect
+import types
+from typing import Any, Iterator, List, Set, Tuple
+
+from torch import Tensor, nn
+
+__all__ = [
+    'loss_modules', 'names_in', 'own_codes', 'plain_objects',
+    'reaches_a_network', 'runs_layers', 'takes_predictions'
+]
+
+_SAMPLES = ('batch_data_samples', 'data_samples')
+# What no method of interest can hang below.
+_MACHINERY = ('builtins', 'torch', 'numpy', 'logging', 'threading',
+              'collections', 'mmengine', 'mmdet_nanfix')
+_TOO_LONG = 1000
+
+
+def _written(kind: type, name: str) -> Any:
+    """A method as it was written, or None; nothing of a class is run."""
+    method = inspect.getattr_static(kind, name, None)
+    return inspect.unwrap(method) if isinstance(
+        method, types.FunctionType) else None
+
+
+def own_codes(function: Any) -> Iterator[types.CodeType]:
+    """Of a function and the comprehensions in it."""
+    code = getattr(function, '__code__', None)
+    waiting = [code] if code is not None else []
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting.extend(
+            const for const in code.co_consts
+            if isinstance(const, types.CodeType)
+            and const.co_name in ('<listcomp>', '<setcomp>', '<dictcomp>',
+                                  '<genexpr>'))
+
+
+def names_in(kind: type, name: str) -> Set[str]:
+    """Names that the code of a method uses."""
+    return {used for code in own_codes(_written(kind, name))
+            for used in code.co_names}
+
+
+def takes_predictions(module: nn.Module) -> bool:
+    """Whether ``loss`` is a loss, and not a forward that ends in one.
+
+    A ``loss`` that gets data samples, that has a ``loss_by_feat`` beside it,
+    or that runs layers is one: layers stay half.
+    """
+    kind = type(module)
+    code = getattr(_written(kind, 'loss'), '__code__', None)
+    return code is not None and not hasattr(kind, 'loss_by_feat') and not any(
+        name in _SAMPLES for name in code.co_varnames) and (
+            not runs_layers(module, 'loss'))
+
+
+def runs_layers(module: nn.Module, name: str) -> bool:
+    """Whether a method, or one that it calls, uses parts with weights."""
+    kind = type(module)
+    layers = {child for child, part in module.named_children()
+              if next(part.parameters(), None) is not None}
+    seen, waiting = {name}, [name]
+    while waiting:
+        method = waiting.pop()
+        names = names_in(kind, method)
+        if 'forward' in names or layers & names or any(
+                map(_passes_self, own_codes(_written(kind, method)))):
+            return True
+        found = {called for called in names - seen
+                 if _written(kind, called) is not None}
+        seen |= found
+        waiting.extend(found)
+    return False
+
+
+def _passes_self(code: Any) -> bool:
+    """Whether a method calls its ``self``, or hands it on."""
+    own = code.co_varnames[0] if code.co_argcount else None
+    if own in code.co_cellvars:
+        return True
+    steps = list(dis.get_instructions(code))
+    for step, follower in zip(steps, steps[1:]):
+        if not step.opname.startswith('LOAD_FAST'):
+            continue
+        # From Python 3.13 on one instruction may load two.
+        names = step.argval if isinstance(step.argval, tuple) else (
+            step.argval, )
+        if own in names[:-1] or names[-1] == own and not (
+                follower.opname.endswith(('_ATTR', '_METHOD'))):
+            return True
+    return False
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def loss_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Loss modules: by their name, or by what a parent calls them.
+
+    What is called so may be a network as well (a perceptual loss, a model
+    with its loss): with weights below it counts as none.
+    """
+    for name, module in model.named_modules():
+        if module is model or type(module).__module__.startswith(
+                'torch.nn') or any(map(_has_weights, module.children())):
+            continue
+        if type(module).__name__.endswith('Loss') or not _has_weights(
+                module) and any(_means_a_loss(model, name)):
+            yield module
+
+
+def _means_a_loss(model: nn.Module, name: str) -> Iterator[bool]:
+    """Of the name itself, and of the containers that a module is in."""
+    parts = name.split('.')
+    for count in range(len(parts), 0, -1):
+        if not parts[count - 1].isdigit():
+            yield parts[count - 1].startswith(('loss', 'criterion'))
+        parent = model.get_submodule('.'.join(parts[:count - 1]))
+        if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
+            return
+
+
+_HOOKS_AND_PARTS = frozenset(nn.Module().__dict__)
+
+
+def _held(thing: Any) -> List[Any]:
+    """What hangs right below a container or an object."""
+    if isinstance(thing, dict):
+        return list(dict.values(thing))
+    if isinstance(thing, (list, tuple, set)):
+        return list(thing)
+    return [value for name, value in list(getattr(
+        thing, '__dict__', {}).items()) if not (
+            isinstance(thing, nn.Module) and name in _HOOKS_AND_PARTS)]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple, set))
+
+
+def _is_plain(value: Any) -> bool:
+    """An object whose methods may be somebody's."""
+    return hasattr(value, '__dict__') and not isinstance(value, (
+        Tensor, nn.Module, type, types.FunctionType, types.ModuleType)) and (
+            str(type(value).__module__).partition('.')[0] not in _MACHINERY)
+
+
+def plain_objects(model: nn.Module) -> Iterator[Tuple[Any, bool]]:
+    """Objects that modules hold, and whether below an assigner."""
+    seen: Set[int] = set()
+    waiting = [(value, False) for module in model.modules()
+               for value in _held(module)]
+    while waiting:
+        value, below = waiting.pop()
+        if id(value) in seen or isinstance(value, nn.Module):
+            continue
+        if _is_container(value):
+            if len(value) > _TOO_LONG:
+                continue
+        elif not _is_plain(value):
+            continue
+        else:
+            yield value, below
+            below = below or hasattr(type(value), 'assign')
+        seen.add(id(value))
+        waiting.extend((held, below) for held in _held(value))
+
+
+def reaches_a_network(thing: Any) -> bool:
+    """Whether a module hangs below: what it computes may be the module's."""
+    seen: Set[int] = set()
+    waiting = _held(thing)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, types.MethodType):
+            value = value.__self__
+        if isinstance(value, nn.Module):
+            return True
+        if id(value) in seen or not (
+                _is_container(value) or _is_plain(value)):
+            continue
+        seen.add(id(value))
+        waiting.extend(_held(value))
+    return False

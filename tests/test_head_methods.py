@@ -1,0 +1,133 @@
+import torch
+from torch import nn
+
+from mmdet_nanfix.head_methods import (
+    loss_modules,
+    names_in,
+    own_codes,
+    plain_objects,
+    reaches_a_network,
+    runs_layers,
+    takes_predictions,
+)
+
+
+class Head(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def loss(self, pred, target):
+        return [self.scale(item) for item in pred]
+
+    def scale(self, pred):
+        return pred.sigmoid()
+
+    def get_targets(self, feats):
+        return self.refine(feats)
+
+    def refine(self, feats):
+        return [self.again(feats), self.layer(feats)]
+
+    def again(self, feats):
+        return self.refine(feats)
+
+
+def test_names_in_the_code_of_a_method():
+    assert 'scale' in names_in(Head, 'loss')
+    assert names_in(Head, 'scale') == {'sigmoid'}
+    assert names_in(Head, 'missing') == names_in(Head, 'training') == set()
+
+
+def test_comprehensions_are_own_code_and_other_functions_not():
+
+    def method(self, items):
+        kept = [item.log() for item in items]
+        return kept, lambda item: item.exp()
+
+    names = {name for code in own_codes(method) for name in code.co_names}
+    assert 'log' in names and 'exp' not in names
+
+
+def test_layers_that_a_method_runs_through_others():
+    head = Head()
+    assert runs_layers(head, 'get_targets')
+    assert not runs_layers(head, 'scale')
+    # In a comprehension ``self`` is a variable of its own before 3.12.
+    assert takes_predictions(head) in (True, False)
+
+
+def test_a_loss_from_predictions():
+
+    class Pure(Head):
+
+        def loss(self, pred, target):
+            return self.scale(pred) - target
+
+    class Samples(Head):
+
+        def loss(self, pred, batch_data_samples):
+            return self.scale(pred)
+
+    class Beside(Pure):
+
+        def loss_by_feat(self, pred):
+            return pred
+
+    assert takes_predictions(Pure())
+    assert not takes_predictions(Samples())
+    assert not takes_predictions(Beside())
+    assert not takes_predictions(nn.Linear(1, 1))
+
+
+def test_modules_that_are_losses():
+
+    class OwnLoss(nn.Module):
+        pass
+
+    class WithWeights(OwnLoss):
+
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+    class Plain(nn.Module):
+        pass
+
+    WithWeights.__name__ = 'NetLoss'
+    model = nn.Module()
+    model.a, model.b = OwnLoss(), WithWeights()
+    model.loss_c, model.loss_d = Plain(), nn.Identity()
+    model.criterions = nn.ModuleDict({'x': nn.ModuleList([Plain()])})
+    model.losses = nn.Sequential(Plain())
+    model.e = nn.ModuleList([Plain()])
+    assert list(loss_modules(model)) == [
+        model.a, model.loss_c, model.criterions['x'][0]]
+
+
+def test_objects_that_modules_hold():
+
+    class Thing:
+
+        def __init__(self, **held):
+            vars(self).update(held)
+
+    class Assigner(Thing):
+
+        def assign(self):
+            pass
+
+    model = nn.Module()
+    cost, hook = Thing(), Thing()
+    model.assigner = Assigner(costs=[{'first': cost}])
+    model.coder = Thing(me=None)
+    model.coder.me = model.coder
+    model.rest = [1, 'two', torch.ones(1), nn.Identity(), Thing]
+    model.register_forward_hook(lambda *args: hook)
+    found = {id(thing): below for thing, below in plain_objects(model)}
+    assert found == {id(model.assigner): False, id(cost): True,
+                     id(model.coder): False}
+    assert not reaches_a_network(model.assigner)
+    cost.call = nn.Identity().forward
+    assert reaches_a_network(model.assigner)
