@@ -6,7 +6,7 @@ can be told without running anything.
 import dis
 import inspect
 import types
-from typing import Any, Iterator, List, Set, Tuple
+from typing import Any, Container, Iterator, List, Set, Tuple
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ _SAMPLES = ('batch_data_samples', 'data_samples')
 _MACHINERY = ('builtins', 'torch', 'numpy', 'logging', 'threading',
               'collections', 'mmengine', 'mmdet_nanfix')
 _TOO_LONG = 1000
+_OF_ANY_MODULE = frozenset(dir(nn.Module))
 
 
 def _written(kind: type, name: str) -> Any:
@@ -29,18 +30,24 @@ def _written(kind: type, name: str) -> Any:
         method, types.FunctionType) else None
 
 
+_COMPREHENSIONS = ('<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>')
+
+
 def own_codes(function: Any) -> Iterator[types.CodeType]:
     """Of a function and the comprehensions in it."""
+    return _codes(function, _COMPREHENSIONS)
+
+
+def _codes(function: Any,
+           inner: Container[str]) -> Iterator[types.CodeType]:
     code = getattr(function, '__code__', None)
     waiting = [code] if code is not None else []
     while waiting:
         code = waiting.pop()
         yield code
-        waiting.extend(
-            const for const in code.co_consts
-            if isinstance(const, types.CodeType)
-            and const.co_name in ('<listcomp>', '<setcomp>', '<dictcomp>',
-                                  '<genexpr>'))
+        waiting.extend(const for const in code.co_consts
+                       if isinstance(const, types.CodeType)
+                       and const.co_name in inner)
 
 
 def names_in(kind: type, name: str) -> Set[str]:
@@ -71,31 +78,34 @@ def runs_layers(module: nn.Module, name: str) -> bool:
     while waiting:
         method = waiting.pop()
         names = names_in(kind, method)
-        if 'forward' in names or layers & names or any(
-                map(_passes_self, own_codes(_written(kind, method)))):
+        if 'forward' in names or layers & names or (
+                _hands_itself_on(_written(kind, method))):
             return True
-        found = {called for called in names - seen
+        # ``x.float()`` is a tensor's, whatever a module has of that name.
+        found = {called for called in names - seen - _OF_ANY_MODULE
                  if _written(kind, called) is not None}
         seen |= found
         waiting.extend(found)
     return False
 
 
-def _passes_self(code: Any) -> bool:
-    """Whether a method calls its ``self``, or hands it on."""
-    own = code.co_varnames[0] if code.co_argcount else None
-    if own in code.co_cellvars:
-        return True
-    steps = list(dis.get_instructions(code))
-    for step, follower in zip(steps, steps[1:]):
-        if not step.opname.startswith('LOAD_FAST'):
-            continue
-        # From Python 3.13 on one instruction may load two.
-        names = step.argval if isinstance(step.argval, tuple) else (
-            step.argval, )
-        if own in names[:-1] or names[-1] == own and not (
-                follower.opname.endswith(('_ATTR', '_METHOD'))):
-            return True
+def _hands_itself_on(method: Any) -> bool:
+    """Whether a method calls its ``self``, or gives it to others."""
+    code = getattr(method, '__code__', None)
+    if code is None or not code.co_argcount:
+        return False
+    own = code.co_varnames[0]
+    for inner in _codes(method, (*_COMPREHENSIONS, '<lambda>')):
+        steps = list(dis.get_instructions(inner))
+        for step, follower in zip(steps, steps[1:]):
+            if not step.opname.startswith(('LOAD_FAST', 'LOAD_DEREF')):
+                continue
+            # From Python 3.13 on one instruction may load two.
+            names = step.argval if isinstance(step.argval, tuple) else (
+                step.argval, )
+            if own in names[:-1] or names[-1] == own and not (
+                    follower.opname.endswith(('_ATTR', '_METHOD'))):
+                return True
     return False
 
 

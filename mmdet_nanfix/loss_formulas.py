@@ -45,7 +45,7 @@ def finite_forward(forward: Forward) -> Forward:
 
 def exact_cost(method: Forward) -> Optional[Forward]:
     """What to call in fp32 in place of a matching cost's method, or None."""
-    if not method.__module__.startswith('mmdet.models.task_modules'):
+    if not str(method.__module__).startswith('mmdet.models.task_modules'):
         return None
     return _COSTS.get(method.__qualname__)
 
@@ -80,33 +80,35 @@ class _FocalLoss(torch.autograd.Function):
 
     With z the logit, or minus the logit of what is not the class, it is
     ``-a sigmoid(-z)^gamma log sigmoid(z)``. Only logits and labels are kept
-    for the backward.
+    for the backward; a step in place saves a copy of all scores.
     """
 
     @staticmethod
-    def _parts(logits: Tensor, true: Tensor,
-               alpha: float) -> Tuple[Tensor, Tensor, Tensor]:
+    def _parts(logits: Tensor, true: Tensor) -> Tuple[Tensor, Tensor]:
+        """``sigmoid(-z)`` and ``log sigmoid(z)``."""
         z = torch.where(true, logits, -logits)
-        balance = torch.where(true, alpha, 1. - alpha).to(logits.dtype)
-        return (-z).sigmoid(), functional.logsigmoid(z), balance
+        log = functional.logsigmoid(z)
+        return z.neg_().sigmoid_(), log
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, true: Tensor, gamma: float,
                 alpha: float) -> Tensor:
         ctx.save_for_backward(logits, true)
         ctx.constants = gamma, alpha
-        missing, log, balance = _FocalLoss._parts(logits, true, alpha)
-        return -balance * missing.pow(gamma) * log
+        missing, log = _FocalLoss._parts(logits, true)
+        log.mul_(missing.pow_(gamma))
+        return log.mul_(torch.where(true, -alpha, alpha - 1.))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, true = ctx.saved_tensors
         gamma, alpha = ctx.constants
-        missing, log, balance = _FocalLoss._parts(logits, true, alpha)
-        slope = balance * missing.pow(gamma) * (
-            gamma * (1 - missing) * log - missing)
-        return grad * torch.where(true, slope, -slope), None, None, None
+        missing, log = _FocalLoss._parts(logits, true)
+        log.mul_((1 - missing).mul_(gamma)).sub_(missing)
+        log.mul_(missing.pow_(gamma))
+        log.mul_(torch.where(true, alpha, alpha - 1.))
+        return log.mul_(grad), None, None, None
 
 
 def _focal_loss(forward: Forward) -> Forward:

@@ -256,7 +256,7 @@ def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _is_region(function: Any) -> bool:
     # ``functools.wraps`` copies the mark of another function.
-    return vars(function).get(MARK) is function
+    return getattr(function, '__dict__', {}).get(MARK) is function
 
 
 def _marked(function: Method) -> Method:
@@ -325,12 +325,13 @@ def _wrap_head(module: nn.Module, may_lose: bool) -> None:
         _wrap(kind, 'loss', _in_fp32)
     if not runs_layers(module, 'get_targets'):
         _wrap(kind, 'get_targets', _in_fp32)
-    methods = {name: names_in(kind, name) for name in dir(kind)}
+    methods = {name: names_in(kind, name) for name in dir(kind)
+               if not name.startswith('__')}
     if has_a_loss or {'loss_by_feat', 'loss_and_target'} & set(
             methods) or any('inverse_sigmoid' in names
                             for names in methods.values()):
         for name, names in methods.items():
-            if any('sigmoid' in called for called in names):
+            if {'sigmoid', 'expit'} & names:
                 _wrap(kind, name, _wide_sigmoid)
 
 

@@ -54,8 +54,7 @@ def test_layers_that_a_method_runs_through_others():
     head = Head()
     assert runs_layers(head, 'get_targets')
     assert not runs_layers(head, 'scale')
-    # In a comprehension ``self`` is a variable of its own before 3.12.
-    assert takes_predictions(head) in (True, False)
+    assert takes_predictions(head)
 
 
 def test_a_loss_from_predictions():
@@ -63,7 +62,8 @@ def test_a_loss_from_predictions():
     class Pure(Head):
 
         def loss(self, pred, target):
-            return self.scale(pred) - target
+            # Names of methods of any module, too.
+            return self.scale(pred.float().to(target)).type(pred) - target
 
     class Samples(Head):
 
@@ -131,3 +131,23 @@ def test_objects_that_modules_hold():
     assert not reaches_a_network(model.assigner)
     cost.call = nn.Identity().forward
     assert reaches_a_network(model.assigner)
+
+
+def test_the_losses_of_mmdets_heads():
+    from mmdet.models import losses, roi_heads
+    from mmdet.models.dense_heads import ATSSHead
+    from mmdet.models.losses.ddq_detr_aux_loss import DDQAuxLoss
+    heads = roi_heads.bbox_heads, roi_heads.mask_heads
+    bbox = [heads[0].BBoxHead(), heads[0].Shared2FCBBoxHead(),
+            heads[0].SABLHead(num_classes=4, cls_in_channels=4,
+                              reg_in_channels=4)]
+    masks = [heads[1].GridHead(), heads[1].FusedSemanticHead(
+        num_ins=1, fusion_level=0), heads[1].GlobalContextHead(),
+        DDQAuxLoss(train_cfg=dict(assigner=dict(
+            type='TopkHungarianAssigner', topk=8), alpha=1, beta=6))]
+    assert [type(head).__name__ for head in (*bbox, *masks)
+            if not takes_predictions(head)] == []
+    dense = ATSSHead(num_classes=1, in_channels=1)
+    assert not takes_predictions(dense)
+    assert not runs_layers(dense, 'get_targets')
+    assert not takes_predictions(losses.L1Loss())
