@@ -65,9 +65,11 @@ def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         return value.float()
     if isinstance(value, dict):
-        return _with_items(value, [
-            (key, item, _widened(item, known, depth - 1))
-            for key, item in dict.items(value)])
+        changed = _changed(dict(dict.items(value)), known, depth)
+        out = copy.copy(value) if changed else value
+        for key, wide in changed.items():
+            out[key] = wide
+        return out
     if isinstance(value, (list, tuple)):
         if len(value) > _LONG and not isinstance(value[0], Tensor):
             return value
@@ -80,35 +82,27 @@ def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
             return out
         return type(value)(*wide) if hasattr(value, '_fields') else (
             type(value)(wide))
-    if hasattr(value, '__dict__') and not callable(value):
-        return _with_attributes(value, [
-            (key, item, _widened(item, known, depth - 1))
-            for key, item in list(vars(value).items())])
-    return value
-
-
-def _with_items(value: Any, items: Any) -> Any:
-    out = value
-    for key, item, wide in items:
-        if wide is not item:
-            if out is value:
-                out = copy.copy(value)
-            out[key] = wide
+    if not hasattr(value, '__dict__') or callable(value):
+        return value
+    changed = _changed(dict(vars(value)), known, depth)
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for own in ('_data_fields', '_metainfo_fields'):
+        # A data element's books are its own.
+        if isinstance(vars(out).get(own), set):
+            vars(out)[own] = set(vars(out)[own])
+    vars(out).update(changed)
     return out
 
 
-def _with_attributes(value: Any, items: Any) -> Any:
-    out = value
-    for key, item, wide in items:
-        if wide is not item:
-            if out is value:
-                out = copy.copy(value)
-                for own in ('_data_fields', '_metainfo_fields'):
-                    # A data element's books are its own.
-                    if isinstance(vars(out).get(own), set):
-                        vars(out)[own] = set(vars(out)[own])
-            vars(out)[key] = wide
-    return out
+def _changed(items: Dict[Any, Any], known: Dict[int, Any],
+             depth: int) -> Dict[Any, Any]:
+    """What is another object in fp32, by key or attribute."""
+    wide = {key: _widened(item, known, depth - 1)
+            for key, item in items.items()}
+    return {key: value for key, value in wide.items()
+            if value is not items[key]}
 
 
 def _devices(value: Any) -> Set[str]:
