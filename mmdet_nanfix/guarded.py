@@ -25,6 +25,7 @@ from .step import GuardedStep, Verdict
 
 __all__ = ['Guarded']
 
+
 class _NotCompiled:
     """A context manager whose ends are not compiled, but what is between."""
 

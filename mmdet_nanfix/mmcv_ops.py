@@ -51,6 +51,7 @@ __all__ = ['emulate_losses', 'emulate_ops']
 
 Op = Callable[..., Any]
 
+
 def _is_half(*tensors: Any) -> bool:
     return any(isinstance(tensor, Tensor) and tensor.dtype == torch.float16
                and tensor.device.type == 'cpu' for tensor in tensors)
