@@ -62,6 +62,7 @@ def _widened(value: Any, known: Dict[int, Any], depth: int) -> Any:
 
 
 def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
+    out: Any
     if isinstance(value, Tensor):
         return value.float()
     if isinstance(value, dict):
