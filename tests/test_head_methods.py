@@ -137,6 +137,8 @@ def test_the_losses_of_mmdets_heads():
     from mmdet.models import losses, roi_heads
     from mmdet.models.dense_heads import ATSSHead
     from mmdet.models.losses.ddq_detr_aux_loss import DDQAuxLoss
+    from mmdet.utils import register_all_modules
+    register_all_modules()
     heads = roi_heads.bbox_heads, roi_heads.mask_heads
     bbox = [heads[0].BBoxHead(), heads[0].Shared2FCBBoxHead(),
             heads[0].SABLHead(num_classes=4, cls_in_channels=4,
