@@ -73,7 +73,7 @@ def runs_layers(module: nn.Module, name: str) -> bool:
     """Whether a method, or one that it calls, uses parts with weights."""
     kind = type(module)
     layers = {child for child, part in module.named_children()
-              if next(part.parameters(), None) is not None}
+              if _has_weights(part)}
     seen, waiting = {name}, [name]
     while waiting:
         method = waiting.pop()
