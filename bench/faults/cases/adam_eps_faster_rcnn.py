@@ -1,0 +1,7 @@
+"""Adam without its eps divides zero by zero where there is no gradient."""
+family = 'faster_rcnn'
+precision = 'float32'
+step = 2
+optimizer = dict(type='Adam', lr=1e-4)
+fault = dict(kind='optim', values=dict(eps=0.))
+expect = dict(phase='step', image=None)
