@@ -17,6 +17,12 @@ hosts                 one host each
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
+``evidence``          what a failed step shows, and where it began
+``locate``            the search for operation, image and annotation
+``replay``            a failing forward and its backward, once more
+``provenance``        the probe: where non-finite numbers come from
+``sites``             where in the code an operation is called from
+``batches``           a batch as it was, and others made of it
 ``raisers``           functions that raise for non-finite numbers
 ``buffers``           which buffers must stay finite
 ``trial``             trials that tell why a forward raised
@@ -35,6 +41,7 @@ tensors               torch
 ``half_sampling``     RoIAlign and deformable attention in half
 plain                 standard library (and rich, for tables)
 ``report``            the log as a table; ``python -m``
+``wording``           incidents in words
 ``records``           incidents and their log
 ``policy``            loss-scale and stop rules
 ====================  ===================================================

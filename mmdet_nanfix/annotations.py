@@ -6,12 +6,17 @@ Samples are looked at by their attributes, as MMDetection's
 """
 import copy
 import dataclasses
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+import math
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 __all__ = ['BadAnnotation', 'bad_annotations', 'repaired']
+
+# Sides this many times the frame are no object's.
+_HUGE = 4
+_HUGE_ANYWHERE = 1e5
 
 
 @dataclasses.dataclass
@@ -26,6 +31,7 @@ class BadAnnotation:
         what: What is wrong, in words.
         img_path: File, or None.
         img_id: Of the dataset, or None.
+        rank: The smaller, the more likely it is to blame.
     """
 
     sample: int
@@ -35,6 +41,7 @@ class BadAnnotation:
     what: str
     img_path: Optional[str] = None
     img_id: Any = None
+    rank: int = 0
 
     def to_image(self) -> Dict[str, Any]:
         """As an entry of an incident's ``images``."""
@@ -65,20 +72,49 @@ def _labels(instances: Any) -> Optional[Tensor]:
         None)
 
 
-def _complaint(bbox: Sequence[float], label: Optional[int],
-               num_classes: Optional[int]) -> Optional[str]:
-    box = torch.tensor(bbox)
-    if not torch.isfinite(box).all():
-        return 'box is not finite'
+Complaint = Tuple[int, str]
+
+
+def _about_box(bbox: Sequence[float],
+               frame: Optional[Sequence[int]]) -> Optional[Complaint]:
+    if not all(map(math.isfinite, bbox)):
+        return 0, 'box is not finite'
     width, height = bbox[2] - bbox[0], bbox[3] - bbox[1]
+    size = f'{width:g} x {height:g}'
     if width < 0 or height < 0:
-        return f'box of negative size {width:g} x {height:g}'
+        return 2, f'box of negative size {size}'
+    if frame is not None:
+        rows, columns = frame[:2]
+        if max(width, height) > _HUGE * max(rows, columns, 1):
+            return 3, f'box of size {size} in a frame of {columns} x {rows}'
+        if bbox[2] < 0 or bbox[3] < 0 or bbox[0] > columns or (
+                bbox[1] > rows):
+            return 4, f'box lies outside of the frame of {columns} x {rows}'
+    elif max(width, height) > _HUGE_ANYWHERE:
+        return 3, f'box of size {size}'
     if width == 0 or height == 0:
-        return f'box of zero size {width:g} x {height:g}'
-    if label is not None and (label < 0 or (
-            num_classes is not None and label >= num_classes)):
-        return f'label {label} is outside of 0 to {(num_classes or 0) - 1}' \
-            if num_classes else f'label {label} is negative'
+        return 5, f'box of zero size {size}'
+    return None
+
+
+def _about_label(label: Optional[int],
+                 num_classes: Optional[int]) -> Optional[Complaint]:
+    if label is None or 0 <= label < (num_classes or math.inf):
+        return None
+    return 1, (f'label {label} is outside of 0 to {num_classes - 1}'
+               if num_classes else f'label {label} is negative')
+
+
+def _about_mask(masks: Any, index: int,
+                frame: Optional[Sequence[int]]) -> Optional[Complaint]:
+    size = getattr(masks, 'height', None), getattr(masks, 'width', None)
+    if None not in size and frame is not None and size != tuple(frame[:2]):
+        return 6, (f'mask of {size[1]} x {size[0]} in a frame of '
+                   f'{frame[1]} x {frame[0]}')
+    bitmaps = getattr(masks, 'masks', None)
+    if isinstance(bitmaps, np.ndarray) and index < len(bitmaps) and not (
+            bitmaps[index].any()):
+        return 7, 'mask has no pixels'
     return None
 
 
@@ -99,14 +135,17 @@ def bad_annotations(samples: Any, num_classes: Optional[int] = None
         if boxes is None:
             continue
         named = labels.tolist() if labels is not None else [None] * len(boxes)
+        frame = getattr(sample, 'img_shape', None)
+        masks = getattr(instances, 'masks', None)
         for index, (bbox, label) in enumerate(
                 zip(boxes.detach().float().tolist(), named)):
-            what = _complaint(bbox, label, num_classes)
-            if what is not None:
+            found = _about_box(bbox, frame) or _about_label(
+                label, num_classes) or _about_mask(masks, index, frame)
+            if found is not None:
                 yield BadAnnotation(
-                    at, index, bbox, label, what,
+                    at, index, bbox, label, found[1],
                     getattr(sample, 'img_path', None),
-                    getattr(sample, 'img_id', None))
+                    getattr(sample, 'img_id', None), found[0])
 
 
 def repaired(samples: Sequence[Any],
@@ -114,8 +153,8 @@ def repaired(samples: Sequence[Any],
     """Copies of the samples with something fine in each bad place.
 
     The box and the label of a good annotation of the same image, or a small
-    box at its corner and label 0. The numbers of annotations stay: what
-    depends on them is not the annotation's fault.
+    box at its corner and label 0; a mask of all pixels. The numbers of
+    annotations stay: what depends on them is not the annotation's fault.
     """
     mended = []
     for at, sample in enumerate(samples):
@@ -133,5 +172,18 @@ def repaired(samples: Sequence[Any],
                         boxes.new_tensor([0., 0., 8., 8.]))
                 if labels is not None:
                     labels[index] = labels[good] if good is not None else 0
+            _mend_masks(sample, wrong)
         mended.append(sample)
     return mended
+
+
+def _mend_masks(sample: Any, wrong: Sequence[int]) -> None:
+    masks: Any = getattr(sample.gt_instances, 'masks', None)
+    bitmaps = getattr(masks, 'masks', None)
+    frame = getattr(sample, 'img_shape', None)
+    if not isinstance(bitmaps, np.ndarray) or frame is None:
+        return
+    if bitmaps.shape[1:] != tuple(frame[:2]):
+        bitmaps = np.ones((len(bitmaps), *frame[:2]), bitmaps.dtype)
+    bitmaps[list(wrong)] = 1
+    sample.gt_instances.masks = type(masks)(bitmaps, *frame[:2])

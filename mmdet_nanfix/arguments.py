@@ -11,6 +11,7 @@ __all__ = [
     'Settings', 'checked_dtype', 'device_of', 'scaler_for', 'split_settings'
 ]
 
+_OTHERS = ('max_consecutive', 'max_incidents', 'fp32')
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 
 
@@ -41,11 +42,13 @@ class Settings:
         scale: Of the loss scale.
         stop: Of the stop rule.
         fp32: Which regions run in fp32, of :data:`~.regions.MODES`.
+        max_incidents: How many failed steps are looked into.
     """
 
     scale: Dict[str, Any] = dataclasses.field(default_factory=dict)
     stop: Dict[str, Any] = dataclasses.field(default_factory=dict)
     fp32: Optional[str] = 'heads'
+    max_incidents: Optional[int] = 100
 
 
 def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
@@ -68,6 +71,8 @@ def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
                 raise ValueError('Expected setting `fp32` to be one of '
                                  f'{MODES}, but got {value!r}')
             found.fp32 = value
+        elif key == 'max_incidents':
+            found.max_incidents = _count(key, value)
         elif key == 'max_consecutive':
             found.stop[key] = value
         elif key in scales:
@@ -75,8 +80,21 @@ def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
         else:
             raise TypeError(
                 f'`nanfix` has no setting {key!r}; accepted are '
-                f'{", ".join(("max_consecutive", "fp32", *scales))}')
+                f'{", ".join(_OTHERS)}, {", ".join(scales)}')
     return found
+
+
+def _count(name: str, value: Any) -> Optional[int]:
+    """A number of things, or None for no limit."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f'Expected setting `{name}` to be an int or None, '
+                        f'but got {value!r}')
+    if value < 0:
+        raise ValueError(f'Expected setting `{name}` to be at least 0 or '
+                         f'None, but got {value!r}')
+    return value
 
 
 def device_of(optimizer: Any) -> str:

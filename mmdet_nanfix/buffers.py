@@ -46,7 +46,8 @@ class WatchedBuffers:
             module = self._model.get_submodule(owner)
             self._exempt_places.add((id(module._buffers), own))
 
-    def _watched(self) -> Dict[str, Tensor]:
+    def watched(self) -> Dict[str, Tensor]:
+        """Those that must stay finite, by name."""
         return {name: buffer for name, buffer in self._model.named_buffers()
                 if can_be_checked(buffer) and name not in self.exempt}
 
@@ -64,7 +65,7 @@ class WatchedBuffers:
 
     def bad(self) -> List[str]:
         """Names of watched buffers that are not finite; one read."""
-        watched = self._watched()
+        watched = self.watched()
         names = list(watched)
         return [names[i] for i in bad_tensors(list(watched.values()))]
 
@@ -78,7 +79,7 @@ class WatchedBuffers:
         Returns:
             One sentence where some are exempt from here on.
         """
-        watched = self._watched()
+        watched = self.watched()
         owners = {name: name.rpartition('.')[0] for name in names}
         spoiled = {owner for name, owner in owners.items()
                    if watched[name].isnan().any()}

@@ -5,6 +5,7 @@
 """
 import contextlib
 import logging
+import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -21,6 +22,7 @@ from .picture import Picture, Undo
 from .policy import LossScale, StopRule
 from .precision import not_compiled
 from .records import NonFiniteError
+from .replay import Host
 from .step import GuardedStep, Verdict
 
 __all__ = ['Guarded']
@@ -67,6 +69,45 @@ def _segfaults(model: nn.Module) -> bool:
     return _holds(model, 'DeformConv2d', 'ModulatedDeformConv2d')
 
 
+class _StandIn(OptimWrapper):
+    """Stands for a wrapper in a replay: as it is, but for the update.
+
+    Args:
+        real: The wrapper.
+        on_loss: Called with the loss of the step, unscaled.
+    """
+
+    def __init__(self, real: 'Guarded',
+                 on_loss: Callable[[Tensor], None]) -> None:
+        self.__dict__.update(real.__dict__)
+        self.__dict__.pop('step', None)
+        self._real = real
+        self._on_loss = on_loss
+
+    def optim_context(self, model: nn.Module) -> Any:
+        """Autocast and regions."""
+        return self._real._replayed()
+
+    def update_params(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Hand over the loss."""
+        self.backward(self.scale_loss(loss))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """As for a step in the middle of a window."""
+        return loss / self._accumulative_counts
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Hand over the loss."""
+        with self._real._switched():
+            self._on_loss(loss)
+
+    def step(self, **kwargs: Any) -> None:
+        """Nothing moves."""
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Gradients are the replay's."""
+
+
 class Guarded(OptimWrapper):
     """What both wrappers have in common: a guard around each step.
 
@@ -82,6 +123,7 @@ class Guarded(OptimWrapper):
 
     _nanfix: Dict[str, Any] = {}
     _fp32: Optional[str] = None
+    _max_incidents: Optional[int] = None
 
     def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
         """Begin to guard, with settings that win over those it has."""
@@ -91,6 +133,7 @@ class Guarded(OptimWrapper):
         self._nanfix = {**self._nanfix, **(nanfix or {})}
         settings = split_settings(self._nanfix)
         self._fp32 = settings.fp32
+        self._max_incidents = settings.max_incidents
         self._scale = self._scale_of(settings.scale)
         self._stop = StopRule(**settings.stop)
         self._journal = Journal(self._stop)
@@ -126,7 +169,11 @@ class Guarded(OptimWrapper):
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,
-            others=[self._hub_undo], sharded=sharded)
+            others=[self._hub_undo], sharded=sharded, host=Host(
+                self._train_again, self._replayed, self._switched,
+                [sys.modules[name] for name in ('mmcv._ext', )
+                 if name in sys.modules]),
+            max_incidents=self._max_incidents)
         self._alone = alone
         if not alone:
             raisers.install()
@@ -142,6 +189,22 @@ class Guarded(OptimWrapper):
                 f'start and are not watched: {", ".join(names[:3])}'
                 + (', ...' if len(names) > 3 else ''))
         return self._guard
+
+    @contextlib.contextmanager
+    def _replayed(self) -> Iterator[None]:
+        """What a forward runs in, without the guard around it."""
+        with self._autocast(), self._switched(), (
+                contextlib.nullcontext() if self._alone
+                else raisers.tainting(lambda flag: None)):
+            yield
+
+    def _train_again(self, batch: Any,
+                     on_loss: Callable[[Tensor], None]) -> None:
+        """The model's own training step, with nothing in it that steps."""
+        model: Any = self._guard.model if self._guard else None
+        # Of the class: an instance may hold a compiled one.
+        type(model).train_step(model, batch, optim_wrapper=_StandIn(
+            self, on_loss))
 
     def _hub_undo(self) -> Callable[[], Undo]:
         """Take back what a forward writes to the message hub.

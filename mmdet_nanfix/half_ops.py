@@ -14,12 +14,13 @@ step by step (``index_add``, ``index_put`` with accumulation, and their like),
 which stop growing where a step is below half a unit in the last place.
 """
 import functools
+import threading
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['CastCache', 'half_kernels', 'stock_only']
+__all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
 
 # Run in half: inputs rounded to the autocast dtype, fp32 accumulation.
 LOWER = ('_convolution _convolution.deprecated '
@@ -79,6 +80,27 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _below_autocast = functools.partial(torch._C._ExcludeDispatchKeyGuard, _BELOW)
 
 Kernel = Callable[..., Any]
+
+
+class _Computing(threading.local):
+    """The half operation that this thread computes in several steps."""
+
+    name: Optional[str] = None
+    count = 0
+
+
+_COMPUTING = _Computing()
+
+
+def computing() -> Tuple[Optional[str], int]:
+    """Name of the half operation that is being computed, or None.
+
+    With it a number that tells one call from the next.
+
+    What it is made of here (products in fp32, a rounding) is one operation
+    on a GPU; the rounding of an fp32 input in front of it is another.
+    """
+    return _COMPUTING.name, _COMPUTING.count
 
 
 class CastCache:
@@ -143,6 +165,7 @@ def _cast(args: Any, kwargs: Dict[str, Any],
 
 
 def _lower(op: Kernel, cache: CastCache) -> Kernel:
+    name = _name(op).partition('.')[0].lstrip('_')
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = _autocast_dtype()
@@ -151,11 +174,17 @@ def _lower(op: Kernel, cache: CastCache) -> Kernel:
 
             def rounded(tensor: Tensor) -> Tensor:
                 seen.append(True)
-                return cache.cast(tensor, dtype).float()
+                return cache.cast(tensor, dtype)
 
             args, kwargs = _cast(args, kwargs, rounded)
-            out = op(*args, **kwargs)
-            return _map(lambda t: t.to(dtype), out) if seen else out
+            outer, _COMPUTING.name = _COMPUTING.name, name
+            _COMPUTING.count += 1
+            try:
+                args, kwargs = _cast(args, kwargs, Tensor.float)
+                out = op(*args, **kwargs)
+                return _map(lambda t: t.to(dtype), out) if seen else out
+            finally:
+                _COMPUTING.name = outer
 
     return kernel
 

@@ -4,7 +4,16 @@ The parts are read off the module tree (``backbone``, ``neck``, ``rpn_head``,
 ``roi_head.bbox_head``, ``roi_head.bbox_head.1``), the owner of a loss off its
 autograd graph. There is no table of loss names.
 """
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +82,7 @@ class Parts:
                         for name, parameter in self._weights}
         self._loss_owners: Dict[str, str] = (
             earlier._loss_owners if earlier else {})
+        self._sure: Dict[str, str] = earlier._sure if earlier else {}
 
     def owner_of_name(self, name: str) -> str:
         """The innermost part that holds a parameter or buffer."""
@@ -89,6 +99,25 @@ class Parts:
         """
         return next((self._owners[id(leaf)] for leaf in leaves_of(loss)
                      if id(leaf) in self._owners), UNKNOWN)
+
+    def note_sites(self, modules: Mapping[str, Iterable[Optional[str]]]
+                   ) -> None:
+        """Remember who owns which loss key, by where it was computed.
+
+        Better than the nearest parameter, which may be another head's (a
+        mask loss of weights that a box head has predicted).
+
+        Args:
+            modules: By loss key, the module paths of the operations along
+                its graph, the nearest first.
+        """
+        for key, paths in modules.items():
+            for path in paths:
+                owner = self.owner_of_name(f'{path}.') if path else ''
+                if owner and not any(part.startswith(f'{owner}.')
+                                     for part in self._names):
+                    self._sure[key] = owner
+                    break
 
     def note_owners(self, losses: Mapping[str, List[Tensor]]) -> None:
         """Remember who owns which loss key, before a graph is let go."""
@@ -121,7 +150,7 @@ class Parts:
                                  for term in terms)
                         for key, terms in losses.items()})
         for key, terms in losses.items():
-            owner = self._owner_of_terms(terms)
+            owner = self._sure.get(key) or self._owner_of_terms(terms)
             if owner == UNKNOWN:
                 owner = self._loss_owners.get(key, UNKNOWN)
             head = heads.setdefault(owner, HeadState())

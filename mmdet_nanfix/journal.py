@@ -13,6 +13,7 @@ from .finite import bad_tensors
 from .policy import StopRule
 from .records import Incident, IncidentLog, log_name
 from .report import Summary
+from .wording import one_line
 
 __all__ = ['Journal', 'say', 'warn']
 
@@ -69,7 +70,7 @@ class Journal:
         self.summary.add(incident)
         if self.log is not None:
             self.log.write(incident)
-        warn(incident.summary())
+        warn(one_line(incident.to_dict()))
         self.draw('incidents', self._stop.total, incident.iter)
         self.draw('skipped', self._stop.total, incident.iter)
 

@@ -65,16 +65,6 @@ class HeadState:
         """Whether nothing here was non-finite."""
         return not self.bad_losses and not self.bad_grads
 
-    def describe(self) -> str:
-        """In words: ``fine``, or what was bad."""
-        if self.fine:
-            return 'fine'
-        said = [f'{key} {self.losses.get(key)}' for key in self.bad_losses]
-        if self.bad_grads:
-            said.append(f'{len(self.bad_grads)} of {self.n_params} parameters'
-                        ' with bad gradients')
-        return ', '.join(said)
-
 
 @dataclasses.dataclass
 class LossScaleChange:
@@ -121,6 +111,9 @@ class Incident:
         error: The exception that the step raised, or None.
         ranks: Processes of a distributed run where it began, or None where
             that is not known.
+        origin: All that a replay has found out about where it began, with
+            amax, counts, dtype and shape of inputs and results; or None.
+        replay: Why no origin was found, in words, or None.
         action: ``skipped`` ``retried`` ``rescued_fp32_head`` ``aborted``.
         counts: Counters after this step.
     """
@@ -137,6 +130,8 @@ class Incident:
     cause: Optional[Cause] = None
     error: Optional[str] = None
     ranks: Optional[List[int]] = None
+    origin: Optional[Dict[str, Any]] = None
+    replay: Optional[str] = None
     time: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now().astimezone().
         isoformat(timespec='milliseconds'))
@@ -144,51 +139,13 @@ class Incident:
 
     def to_json(self) -> str:
         """One line of strict JSON, without a line break."""
-        record = {'schema': self.schema, 'time': self.time,
-                  **dataclasses.asdict(self)}
-        return json.dumps(_spell(record), allow_nan=False,
+        return json.dumps(self.to_dict(), allow_nan=False,
                           ensure_ascii=False)
 
-    def summary(self) -> str:
-        """One line for the console."""
-        at = f'iter {self.iter}'
-        if self.epoch is not None:
-            at += f' (epoch {self.epoch})'
-        before, after = self.loss_scale.before, self.loss_scale.after
-        scale = f'loss scale {before:g}'
-        if after != before:
-            scale += f' -> {after:g}'
-        what = self._what()
-        # A part without losses of its own only passes on what a head did.
-        heads = ', '.join(f'{name}: {state.describe()}'
-                          for name, state in self.heads.items()
-                          if state.losses or name == self.where.head)
-        done = 'stopping' if self.action == 'aborted' else 'step skipped'
-        if self.ranks:
-            ranks = ', '.join(map(str, self.ranks))
-            heads += f' (began on rank {ranks})'
-        return (f'{what} at {at}, {scale}: {heads or "no head is known"}; '
-                f'{done} ({self.counts.consecutive} in a row, '
-                f'{self.counts.total} in all)')
-
-
-    def _what(self) -> str:
-        """What went wrong, in a few words."""
-        if self.error is not None:
-            place = f' in {self.where.module}' if self.where.module else ''
-            return f'{self._of_what()} raised {self.error}{place}'
-        what = {'backward': 'gradients', 'params': 'weights',
-                'buffers': 'buffers'}.get(self.where.phase or '', 'loss')
-        module = f' {self.where.module}' if what == 'buffers' else ''
-        return f'non-finite {what}{module}'
-
-    def _of_what(self) -> str:
-        """What an exception was put down to."""
-        if not self.images:
-            return 'non-finite numbers'
-        first = self.images[0]['annotation']
-        return (f'a bad annotation ({first["what"]}, number '
-                f'{first["index"]} of {self.images[0]["img_path"]})')
+    def to_dict(self) -> Dict[str, Any]:
+        """As a reader of the log gets it."""
+        return _spell({'schema': self.schema, 'time': self.time,
+                       **dataclasses.asdict(self)})
 
 
 class NonFiniteError(FloatingPointError):
@@ -217,7 +174,7 @@ def _spell(value: Any) -> Any:
 
 
 # Keys that came later: a log without them is read all the same.
-_ADDED = {'error', 'ranks'}
+_ADDED = {'error', 'ranks', 'origin', 'replay'}
 _KEYS = {field.name for field in dataclasses.fields(Incident)} - _ADDED
 _OBJECTS = ('where', 'heads', 'loss_scale', 'counts')
 

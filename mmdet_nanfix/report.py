@@ -4,7 +4,6 @@
 ranks. Exit status: 0 no incident, 1 some, 2 misuse.
 """
 import argparse
-import dataclasses
 import io
 import json
 import os
@@ -14,6 +13,7 @@ from typing import (
     Any,
     Dict,
     Iterable,
+    Iterator,
     List,
     NoReturn,
     Optional,
@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .records import HeadState, Incident, read_log
+from .records import Incident, read_log
+from .wording import head_in_words, heads_told, paragraph, scale_in_words
 
-__all__ = ['Summary', 'find_logs', 'incident_table', 'main']
+__all__ = ['Summary', 'find_logs', 'incident_table', 'main', 'paragraphs']
 
-_HEAD_KEYS = tuple(field.name for field in dataclasses.fields(HeadState))
 _LOG = re.compile(r'incidents(_rank\d+)?\.jsonl')
 
 
@@ -63,33 +63,22 @@ def find_logs(work_dir: str) -> List[str]:
     return found
 
 
-def _heads_text(heads: Dict[str, Dict[str, Any]], blamed: Any) -> Text:
-    """One line a head that has losses or is blamed; ``>`` marks the latter.
-
-    A part without losses of its own only passes on what a head did.
-    """
+def _heads_text(incident: Dict[str, Any]) -> Text:
+    """One line a head; ``>`` marks the one to blame."""
     text = Text()
-    for name, state in heads.items():
-        head = HeadState(**{key: state[key] for key in _HEAD_KEYS
-                            if key in state})
-        if not head.losses and name != blamed:
-            continue
+    blamed = (incident['where'] or {}).get('head')
+    for name, state in heads_told(incident).items():
+        said = head_in_words(state)
         text.append('\n' if text else '')
         text.append('> ' if name == blamed else '  ')
         text.append(f'{name}: ')
-        text.append(head.describe(), '' if head.fine else 'bold red')
+        text.append(said, '' if said == 'fine' else 'bold red')
     return text
-
-
-def _number(value: Any) -> str:
-    return f'{value:g}' if isinstance(value, (int, float)) else str(value)
 
 
 def _row(incident: Dict[str, Any]) -> List[Text]:
     where = incident['where'] or {}
-    scale = incident['loss_scale'] or {}
     counts = incident['counts'] or {}
-    before, after = _number(scale.get('before')), _number(scale.get('after'))
     at = str(incident['iter'])
     if incident['epoch'] is not None:
         at += f'\nepoch {incident["epoch"]}'
@@ -99,8 +88,8 @@ def _row(incident: Dict[str, Any]) -> List[Text]:
     return [
         Text(at),
         Text(str(where.get('phase'))),
-        _heads_text(incident['heads'] or {}, where.get('head')),
-        Text(before if before == after else f'{before} -> {after}'),
+        _heads_text(incident),
+        Text(scale_in_words(incident)),
         Text(f'{incident["action"]}\n{counts.get("consecutive")} in a row\n'
              f'{counts.get("total")} in all'),
     ]
@@ -147,6 +136,27 @@ class Summary:
         return out.getvalue().rstrip()
 
 
+def paragraphs(incidents: Iterable[Dict[str, Any]]) -> Iterator[str]:
+    """One paragraph for each place where incidents began.
+
+    Args:
+        incidents: As :func:`~mmdet_nanfix.records.read_log` gives them.
+    """
+    alike: Dict[str, List[Dict[str, Any]]] = {}
+    for incident in incidents:
+        place = {**(incident['where'] or {}), 'kind': None}
+        alike.setdefault(json.dumps([
+            place, incident['images'] or None], sort_keys=True),
+            []).append(incident)
+    for first, *others in alike.values():
+        text = paragraph(first)
+        if others:
+            more = ', '.join(str(other['iter']) for other in others[:8])
+            text += f'\n  The same at iter {more}' + (
+                f' and {len(others) - 8} more.' if len(others) > 8 else '.')
+        yield text
+
+
 def _print_report(work_dir: str, logs: Sequence[str],
                   console: Console) -> int:
     total = 0
@@ -157,6 +167,8 @@ def _print_report(work_dir: str, logs: Sequence[str],
             console.print(incident_table(
                 incidents, title=os.path.relpath(
                     path, os.path.abspath(work_dir))))
+            for text in paragraphs(incidents):
+                console.print(Text(text), '\n')
     if not logs:
         console.print(f'No incident log under {work_dir}: no protected run '
                       'has written there.', markup=False)

@@ -22,12 +22,22 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
+from .batches import KeptBatch
 from .buffers import WatchedBuffers
-from .finite import Anchor, bad_tensors, kind_of
-from .heads import UNKNOWN, Parts, loss_terms
+from .evidence import (
+    first_look,
+    made_by_step,
+    origin_of,
+    refined,
+    where_raised,
+)
+from .finite import Anchor, bad_tensors
+from .heads import Parts, loss_terms
+from .locate import Findings, Locator
 from .picture import Undo
 from .policy import LossScale, StopRule
-from .records import Counts, HeadState, Incident, LossScaleChange, Where
+from .records import Counts, Incident, LossScaleChange
+from .replay import Forward, Host
 from .transaction import Transaction
 from .trial import Raised, why
 
@@ -55,12 +65,14 @@ class Verdict:
 class _MicroStep:
     """One backward of the accumulation window.
 
-    ``raised`` is the exception that came instead of losses.
+    ``raised`` is the exception that came instead of losses, ``forward``
+    what it began with.
     """
 
     loss: Tensor
     terms: Losses
     raised: Optional[Raised] = None
+    forward: Optional[Forward] = None
 
 
 def _detached(micro: _MicroStep) -> _MicroStep:
@@ -88,6 +100,9 @@ class GuardedStep:
             :class:`~mmdet_nanfix.transaction.Transaction`.
         sharded: Parameters are shards that cannot carry an anchor: the flag
             is left in :attr:`flag` for the host to fold in.
+        host: Runs replays.
+        max_incidents: After so many failed steps no origin is looked for
+            any more; None for always, 0 for never.
 
     Attributes:
         flag: 0 or NaN for the window so far, where no parameter carries it.
@@ -103,7 +118,9 @@ class GuardedStep:
                  rank: int = 0,
                  agree: Optional[Callable[[bool], List[int]]] = None,
                  others: Sequence[Callable[[], Callable[[], Undo]]] = (),
-                 sharded: bool = False) -> None:
+                 sharded: bool = False,
+                 host: Optional[Host] = None,
+                 max_incidents: Optional[int] = 100) -> None:
         self.model = model
         self.scale = scale
         self.stop = stop
@@ -121,6 +138,13 @@ class GuardedStep:
         self._transaction = Transaction(model, others)
         self._raised: Optional[Raised] = None
         self._poison: List[Tensor] = []
+        self._host = host or Host()
+        self._locator = Locator(model, self._transaction, self._host)
+        self._left = -1 if max_incidents is None else max_incidents
+        self._forward: Optional[Forward] = None
+        self._copies = False
+        self._good: Optional[KeptBatch] = None
+        self._stepped = False
         self.buffers = WatchedBuffers(model)
 
     def _optimized(self) -> Set[int]:
@@ -167,14 +191,42 @@ class GuardedStep:
         """
         self._transaction.begin()
         self._losses, self._raised, self._poison = {}, None, []
+        self._forward = None
         module = module or self.model
-        handle = module.register_forward_hook(self._take)
+        handles = [module.register_forward_hook(self._take),
+                   *self._keeping(module)]
         try:
             with self._catching(module) if self._agree is None else (
                     contextlib.nullcontext()):
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _keeping(self, module: nn.Module) -> List[Any]:
+        """Hooks that remember what the model is given, before it looks."""
+        rng = self._transaction.rng
+
+        def keep(whole_step: bool, batch: Any) -> None:
+            if self._forward is None:
+                self._forward = Forward(KeptBatch(batch, self._copies), rng,
+                                        whole_step)
+
+        def keep_data(module: nn.Module, args: Any, kwargs: Any) -> None:
+            keep(True, args[0] if args else kwargs.get('data'))
+
+        def keep_arguments(module: nn.Module, args: Any, kwargs: Any
+                           ) -> None:
+            keep(False, {**dict(enumerate(args)), **kwargs})
+
+        handles = [module.register_forward_pre_hook(
+            keep_arguments, with_kwargs=True)]
+        first = getattr(module, 'data_preprocessor', None)
+        if isinstance(first, nn.Module) and (
+                self._host.train_step is not None):
+            handles.append(first.register_forward_pre_hook(
+                keep_data, with_kwargs=True))
+        return handles
 
     @contextlib.contextmanager
     def _catching(self, module: nn.Module) -> Iterator[None]:
@@ -229,7 +281,11 @@ class GuardedStep:
             self._parts.note_owners(self._window[-1].terms)
             self._window[-1] = _detached(self._window[-1])
         terms = {} if self._raised else loss_terms(self._losses)
-        self._window.append(_MicroStep(loss, terms, self._raised))
+        self._window.append(_MicroStep(loss, terms, self._raised,
+                                       self._forward))
+        if self._forward is not None:
+            # Once a model has written to a batch, batches are copied.
+            self._copies = self._copies or self._forward.batch.written_to
         self._losses = {}
         if self._raised is not None:
             return None
@@ -274,17 +330,25 @@ class GuardedStep:
                 failed. The gradients must still be there, not yet clipped.
 
         Returns:
-            The verdict. A healthy step costs no device sync; a failed one
-            four to five reads, and takes back what the forwards changed.
+            The verdict. A healthy step costs no device sync. A failed one
+            takes back what the forwards changed, and replays the failing
+            one a few times; its gradients are gone then.
         """
         window, self._window = self._window, []
         self.flag = None
         if not found_inf:
             self._transaction.commit()
             self.buffers.accept()
+            self._stepped = True
+            self._good = next((micro.forward.batch for micro in window
+                               if micro.forward is not None), None)
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
+        return self._failed(window)
+
+    def _failed(self, window: List[_MicroStep]) -> Verdict:
+        """Take back, look for the origin, record."""
         before = self.scale.scale
         epoch, iteration = self._clock()
         micro, loss_bad = _worst(window)
@@ -295,72 +359,67 @@ class GuardedStep:
         after = self.scale.update(losses_finite=not ranks,
                                   grads_finite=False)
         # Layers may have been unfrozen or added since the last look.
-        self._parts = Parts(self.model, self._parts)
-        heads = self._heads(micro, bool(ranks))
-        where = self._where(heads, loss_bad, bad_buffers, bool(ranks))
+        self._parts = parts = Parts(self.model, self._parts)
+        bad_grads = self._bad_grads(bool(ranks))
+        terms = micro.terms if micro else {}
+        heads = parts.state(terms, bad_grads)
+        where = first_look(parts, heads, loss_bad, bad_buffers, bool(ranks))
         note = self.buffers.suspect(bad_buffers) if (
             where.phase == 'buffers') else None
         self._transaction.rollback()
+        found = self._find(micro, before)
+        if found.outcome is not None:
+            parts.note_sites({
+                key: [site.module for site in sites]
+                for key, sites in found.outcome.owners.items()})
+            heads = parts.state(terms, bad_grads)
         stop = self.stop.update(skipped=True)
         raised = micro.raised if micro else None
         if raised is not None and raised.error:
-            where = self._where_raised(raised)
+            where = where_raised(raised, parts)
         incident = Incident(
             rank=self._rank,
             epoch=epoch,
             iter=iteration,
-            where=where,
+            where=refined(where, found, parts, self._by_step),
             heads=heads,
             loss_scale=LossScaleChange(before, after),
             action='aborted' if stop else 'skipped',
             counts=Counts(self.stop.consecutive, self.stop.total,
                           self.stop.steps),
-            images=[bad.to_image() for bad in raised.bad] or None if (
-                raised) else None,
+            images=found.images or (
+                [bad.to_image() for bad in raised.bad] or None
+                if raised else None),
             error=raised.error or None if raised else None,
-            ranks=ranks or None if self._agree is not None else None)
+            ranks=ranks or None if self._agree is not None else None,
+            origin=origin_of(found),
+            replay=found.replay)
         return Verdict(incident, stop, note)
 
-    def _where_raised(self, raised: Raised) -> Where:
-        module = raised.module
-        return Where(phase='forward', module=module, op=raised.op,
-                     source=raised.source, head=(
-                         self._parts.owner_of_name(f'{module}.')
-                         if module else None))
-
-    def _heads(self, micro: Optional[_MicroStep],
-               flagged: bool) -> Dict[str, HeadState]:
-        names = [name for name, _ in self._parts.parameters]
-        parameters = [parameter for _, parameter in self._parts.parameters]
-        bad = bad_tensors([parameter.grad for parameter in parameters])
+    def _bad_grads(self, flagged: bool) -> List[str]:
+        """Names of parameters whose own gradient is bad; two reads."""
+        named = self._parts.parameters
+        bad = bad_tensors([parameter.grad for _, parameter in named])
         own = not flagged or not self._anchor.own_gradient_finite()
-        bad_grads = [names[i] for i in bad
-                     if own or parameters[i] is not self._anchor.parameter]
-        return self._parts.state(micro.terms if micro else {}, bad_grads)
+        return [named[i][0] for i in bad
+                if own or named[i][1] is not self._anchor.parameter]
 
-    def _where(self, heads: Mapping[str, HeadState], loss_bad: bool,
-               bad_buffers: List[str], flagged: bool) -> Where:
-        """Phase and head as far as they show without a replay."""
-        weights = self._parts.bad_weights()
-        if weights:
-            return Where(phase='params', module=weights[0].rpartition('.')[0],
-                         head=self._parts.owner_of_name(weights[0]))
-        with_losses = [state for state in heads.values() if state.losses]
-        bad = {name: state for name, state in heads.items()
-               if state.bad_losses}
-        if bad:
-            name, state = next(iter(bad.items()))
-            # Where all heads are bad, what they share is to blame.
-            shared = len(bad) == len(with_losses) > 1
-            return Where(phase='loss',
-                         head=None if shared or name == UNKNOWN else name,
-                         kind=kind_of(state.losses[state.bad_losses[0]]))
-        if bad_buffers and not loss_bad:
-            return Where(phase='buffers', module=bad_buffers[0],
-                         head=self._parts.owner_of_name(bad_buffers[0]))
-        if flagged:
-            return Where(phase='loss')
-        return Where(phase='backward', head=_first_backward(heads))
+    def _find(self, micro: Optional[_MicroStep], scale: float) -> Findings:
+        """Replay the failing forward, as long as that is allowed."""
+        forward = micro.forward if micro is not None else None
+        if self._sharded:
+            return Findings(replay='parameters are shards')
+        if forward is None:
+            return Findings(replay='no batch was seen')
+        if self._left == 0:
+            return Findings(replay='there were too many before')
+        self._left -= self._left > 0
+        return self._locator.find(
+            forward, self._good, scale, self.buffers, self._agree)
+
+    def _by_step(self) -> Optional[str]:
+        made = self._stepped and made_by_step(self.model, self._optimizer)
+        return f'{type(self._optimizer).__name__}.step' if made else None
 
 
 def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
@@ -383,20 +442,3 @@ def _worst(window: List[_MicroStep]) -> Tuple[Optional[_MicroStep], bool]:
             return micro, True
     bad = bad_tensors([micro.loss for micro in window])
     return (window[bad[0]], True) if bad else (window[-1], False)
-
-
-def _first_backward(heads: Mapping[str, HeadState]) -> Optional[str]:
-    """The part where a bad gradient most likely began.
-
-    Gradients flow from the losses down, so a part with losses of its own
-    comes before one without; among those the one with the largest bad share.
-    """
-    bad = {name: state for name, state in heads.items() if state.bad_grads}
-    if not bad:
-        return None
-    own = {name: len(state.bad_grads) / max(state.n_params, 1)
-           for name, state in bad.items() if state.losses}
-    if own:
-        return max(own, key=lambda name: own[name])
-    # The modules come in the order of the forward: the last is nearest.
-    return list(bad)[-1]

@@ -165,6 +165,11 @@ class Transaction:
                 if buffer is not None:
                     yield (id(named), name), buffer
 
+    @property
+    def rng(self) -> Rng:
+        """The generators as they were when the last forward began."""
+        return self._rng
+
     def rng_now(self) -> Rng:
         """The generators as they are now."""
         return Rng(self._devices)

@@ -9,7 +9,6 @@ guessed from its text.
 import copy
 import dataclasses
 import math
-import os
 import traceback
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
@@ -19,16 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .annotations import BadAnnotation, bad_annotations, repaired
+from .sites import is_library
 from .transaction import Rng
 
 __all__ = ['FiniteOnly', 'Raised', 'why']
 
 Forward = Callable[..., Any]
-# Frames of these packages raise on behalf of their caller.
-_LIBRARIES = tuple(
-    f'{os.sep}site-packages{os.sep}{name}{os.sep}'
-    for name in ('torch', 'numpy', 'scipy')) + (
-        f'{os.sep}mmdet_nanfix{os.sep}', )
 
 
 class FiniteOnly(TorchDispatchMode):
@@ -199,7 +194,7 @@ def _describe(error: Exception, model: nn.Module,
     for frame, line in traceback.walk_tb(error.__traceback__):
         op = frame.f_code.co_name
         path = frame.f_code.co_filename
-        if not any(part in path for part in _LIBRARIES):
+        if not is_library(path):
             source = f'{path}:{line}'
         owner = names.get(id(frame.f_locals.get('self')))
         module = owner or module

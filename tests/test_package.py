@@ -19,11 +19,12 @@ LAYERS = {
     'hosts': ({'torch', 'numpy'} | HOSTS, {'plain', 'tensors', 'hosts'}),
 }
 MODULES = {
-    'plain': ['policy', 'records', 'report'],
-    'tensors': ['annotations', 'arguments', 'buffers', 'emulation', 'finite',
-                'half_ops', 'half_sampling', 'head_methods', 'heads',
-                'loss_formulas',
-                'picture', 'precision', 'raisers', 'regions', 'step',
+    'plain': ['policy', 'records', 'report', 'wording'],
+    'tensors': ['annotations', 'arguments', 'batches', 'buffers',
+                'emulation', 'evidence', 'finite', 'half_ops',
+                'half_sampling', 'head_methods', 'heads', 'locate',
+                'loss_formulas', 'picture', 'precision', 'provenance',
+                'raisers', 'regions', 'replay', 'sites', 'step',
                 'transaction', 'trial'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }

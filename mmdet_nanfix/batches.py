@@ -1,0 +1,242 @@
+"""A batch as it was before a model touched it, and other batches made of it.
+
+A batch is nested dicts, lists and tensors, as MMEngine collates it. Lists
+and tensors with one entry an image are its *columns*; below one branch of a
+multi-branch batch they belong together.
+"""
+import collections
+import copy
+import dataclasses
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+
+import numpy as np
+from torch import Tensor
+
+from .annotations import BadAnnotation, bad_annotations, repaired
+
+__all__ = ['Image', 'Images', 'KeptBatch']
+
+_ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray)
+_MANY = 20000
+
+Group = Tuple[str, ...]
+
+
+class KeptBatch:
+    """Remembers a batch without copying its pixels; no device sync.
+
+    What a model does to it on the way (padding its masks, adding to its
+    data samples) replaces attributes and elements, which are put back.
+    Tensors that it writes to in place are copied only where ``copies``
+    says so.
+
+    Args:
+        value: The batch.
+        copies: Whether tensors are copied too, but for large ones.
+    """
+
+    def __init__(self, value: Any, copies: bool = False) -> None:
+        self.value = value
+        self._held: List[Tuple[Any, Any]] = []
+        self._versions: List[Tuple[Tensor, int, Optional[Tensor]]] = []
+        seen: Set[int] = set()
+        waiting = [value]
+        while waiting and len(seen) < _MANY:
+            item = waiting.pop()
+            if isinstance(item, _ATOMS) or id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, Tensor):
+                small = copies and item.numel() < 1 << 16
+                self._versions.append((
+                    item, item._version,
+                    item.detach().clone() if small else None))
+            elif isinstance(item, dict):
+                self._held.append((item, dict(item)))
+                waiting.extend(item.values())
+            elif isinstance(item, (list, set)):
+                self._held.append((item, item.copy()))
+                waiting.extend(item)
+            elif isinstance(item, tuple):
+                waiting.extend(item)
+            elif hasattr(item, '__dict__') and not callable(item):
+                waiting.append(item.__dict__)
+
+    @property
+    def tensors(self) -> List[Tensor]:
+        """All tensors of it."""
+        return [tensor for tensor, _, _ in self._versions]
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a tensor of it was changed in place since."""
+        return any(tensor._version != version
+                   for tensor, version, _ in self._versions)
+
+    @property
+    def can_be_had(self) -> bool:
+        """Whether it can be put back as it was."""
+        return all(tensor._version == version or before is not None
+                   for tensor, version, before in self._versions)
+
+    def put_back(self) -> Any:
+        """The batch, as it was."""
+        for container, held in self._held:
+            if isinstance(container, list):
+                container[:] = held
+            else:
+                container.clear()
+                container.update(held)
+        for index, (tensor, version, before) in enumerate(self._versions):
+            if before is not None and tensor._version != version:
+                tensor.copy_(before)
+                self._versions[index] = (tensor, tensor._version, before)
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """One image of a batch.
+
+    Attributes:
+        place: What tells it from the others: its file, else branch and row.
+        img_path: Its file, or None.
+        img_id: Of the dataset, or None.
+    """
+
+    place: Any
+    img_path: Optional[str] = None
+    img_id: Any = None
+
+    def to_image(self) -> Dict[str, Any]:
+        """As an entry of an incident's ``images``."""
+        path = self.img_path
+        if path is None and isinstance(self.place, tuple):
+            *branch, row = self.place
+            path = ''.join(f'{name}, ' for name in branch) + f'number {row}'
+        return {'img_path': path, 'img_id': self.img_id, 'annotation': None}
+
+
+def _columns(value: Any, path: Group = ()) -> Iterable[Tuple[Group, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _columns(item, (*path, str(key)))
+    elif isinstance(value, list) or isinstance(value, Tensor) and (
+            value.dim() > 0):
+        yield path, value
+
+
+def _top(path: Group) -> str:
+    return path[0] if path else ''
+
+
+class Images:
+    """The images of a batch.
+
+    Args:
+        batch: The batch; it is not changed.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._groups: Dict[Group, Dict[str, Any]] = collections.defaultdict(
+            dict)
+        for path, column in _columns(batch):
+            self._groups[path[1:]][_top(path)] = column
+        self._rows: Dict[Group, List[Image]] = {}
+        for group, columns in self._groups.items():
+            lengths = {len(column) for column in columns.values()}
+            if len(lengths) == 1:
+                self._rows[group] = [
+                    self._image(group, row) for row in range(lengths.pop())]
+
+    def _image(self, group: Group, row: int) -> Image:
+        for column in self._groups[group].values():
+            sample = column[row] if isinstance(column, list) else None
+            path = getattr(sample, 'img_path', None)
+            if path is not None:
+                return Image(path, str(path),
+                             getattr(sample, 'img_id', None))
+        return Image((*group, row))
+
+    @property
+    def images(self) -> List[Image]:
+        """All of them, each once."""
+        return list(dict.fromkeys(
+            image for row in self._rows.values() for image in row))
+
+    def at(self, row: int) -> Optional[Image]:
+        """The image of a row, where there is one branch only."""
+        if len(self._rows) != 1:
+            return None
+        (rows, ) = self._rows.values()
+        return rows[row] if row < len(rows) else None
+
+    @property
+    def size(self) -> Optional[int]:
+        """Number of rows, where there is one branch only."""
+        return len(next(iter(self._rows.values()))) if (
+            len(self._rows) == 1) else None
+
+    def pixels(self) -> List[Tuple[Image, Tensor]]:
+        """The input tensor of each image, where there is one."""
+        return [(image, columns['inputs'][row])
+                for group, columns in self._groups.items()
+                for row, image in enumerate(self._rows.get(group, ()))
+                if 'inputs' in columns
+                and isinstance(columns['inputs'][row], Tensor)]
+
+    def samples(self) -> Dict[Group, List[Any]]:
+        """Data samples by branch."""
+        return {group: columns['data_samples']
+                for group, columns in self._groups.items()
+                if isinstance(columns.get('data_samples'), list)}
+
+    def bad_annotations(self, num_classes: Optional[int] = None
+                        ) -> List[Tuple[Group, BadAnnotation]]:
+        """What is wrong with annotations, the worst first."""
+        found = [(group, bad) for group, samples in self.samples().items()
+                 for bad in bad_annotations(samples, num_classes)]
+        return sorted(found, key=lambda item: item[1].rank)
+
+    def repaired(self, bad: Sequence[Tuple[Group, BadAnnotation]]) -> Any:
+        """A copy of the batch with something fine in each bad place."""
+        batch = copy.deepcopy(self._batch)
+        for group in {group for group, _ in bad}:
+            samples = Images(batch).samples()[group]
+            samples[:] = repaired(samples, [
+                item for where, item in bad if where == group])
+        return batch
+
+    def without(self, images: Iterable[Image],
+                other: Optional['Images'] = None) -> Optional[Any]:
+        """A copy of the batch with good images in the place of some.
+
+        As many images as before, so that rules of a batch (BatchNorm, even
+        sizes) hold.
+
+        Args:
+            images: Those that go.
+            other: A batch to take images from where all of a branch go.
+
+        Returns:
+            None where there is nothing to put in their place.
+        """
+        gone = set(images)
+        batch = copy.deepcopy(self._batch)
+        for path, column in list(_columns(batch)):
+            group, rows = path[1:], self._rows.get(path[1:], [])
+            wrong = [row for row, image in enumerate(rows) if image in gone]
+            good = [row for row in range(len(rows)) if row not in wrong]
+            if not wrong:
+                continue
+            source: Any = column
+            if not good:
+                columns = other._groups.get(group, {}) if other else {}
+                source = columns.get(_top(path), ())
+                good = list(range(len(source)))
+            for count, row in enumerate(wrong):
+                if not good:
+                    return None
+                column[row] = copy.deepcopy(source[good[count % len(good)]])
+        return batch

@@ -1,0 +1,433 @@
+"""Where non-finite numbers come from: a replay under a probe.
+
+:class:`Provenance` sees each operation of a forward and of its backward. One
+whose inputs are finite and whose output is not is an *origin*; one that is
+given something non-finite passes it on. Which origins count is told by going
+back from what must be finite (a loss, gradients, buffers): an infinity that
+softmax absorbs, or that nothing uses, is never met on that way.
+"""
+import contextlib
+import dataclasses
+import functools
+import math
+from types import ModuleType
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils._pytree import tree_leaves
+
+from .half_ops import computing
+from .sites import Site, Sites
+
+__all__ = ['Provenance', 'Record', 'describe', 'is_finite']
+
+# They return memory as they find it.
+_UNWRITTEN = frozenset({'empty', 'empty_like', 'empty_strided', 'new_empty',
+                        'new_empty_strided', 'empty_permuted', 'resize_'})
+# They write to running statistics, which their schemas do not say.
+_SILENT = {name: (3, 4) for name in (
+    'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm')}
+# They write without looking at what was there.
+_OVERWRITING = frozenset({'copy_', 'fill_', 'zero_', 'normal_', 'uniform_'})
+# Their numbers become elements as they are.
+_FILLING = frozenset({'fill', 'fill_', 'full', 'full_like', 'index_fill',
+                      'index_fill_', 'masked_fill', 'masked_fill_',
+                      'new_full', 'scalar_tensor', 'where',
+                      'constant_pad_nd'})
+_TENSORS = (Tensor, nn.Parameter)
+
+
+def _is_floating(value: Any) -> bool:
+    return (type(value) in _TENSORS and value.is_floating_point()
+            and value.layout == torch.strided and value.numel() > 0
+            and value.device.type != 'meta')
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all is finite; one read, and no copy of the tensor."""
+    try:
+        # A NaN is both; several times faster than isfinite.
+        low, high = torch.aminmax(tensor.detach())
+    except (RuntimeError, NotImplementedError):
+        return bool(torch.isfinite(tensor).all())
+    return bool(math.isfinite(low) and math.isfinite(high))
+
+
+def describe(tensor: Tensor) -> Dict[str, Any]:
+    """Shape, dtype, the largest finite magnitude, counts of NaN, inf and -inf.
+
+    Reads from the device.
+    """
+    value = tensor.detach()
+    finite = value[torch.isfinite(value)]
+    return {
+        'shape': list(value.shape),
+        'dtype': str(value.dtype)[len('torch.'):],
+        'amax': float(finite.abs().max()) if finite.numel() else None,
+        'nan': int(value.isnan().sum()),
+        'inf': int(value.isposinf().sum()),
+        '-inf': int(value.isneginf().sum()),
+    }
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """One operation with a non-finite result, or something given that way.
+
+    Attributes:
+        index: Count of the operations before it; the same in each replay.
+        op: Its name.
+        site: Where it was called from; in a backward, where the forward
+            operation was whose gradient this is.
+        given: What it was, where it was there before: ``input``,
+            ``annotation``, ``weight`` or ``buffer``, and its name.
+        parents: What its non-finite inputs come from.
+        meant: An infinity that was asked for, or follows from one.
+        backward: Whether it ran in a backward.
+        inputs: Of :func:`describe`, of an origin.
+        outputs: Likewise.
+        rows: Indices along the first dimension of the output that are not
+            finite, of an origin; and that dimension.
+    """
+
+    index: int
+    op: str
+    site: Site
+    given: Optional[Tuple[str, str]] = None
+    parents: List['Record'] = dataclasses.field(default_factory=list)
+    meant: bool = False
+    backward: bool = False
+    inputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    outputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    rows: Tuple[List[int], int] = ((), 0)  # type: ignore[assignment]
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether nothing that it was given was bad, but on purpose."""
+        return all(parent.meant for parent in self.parents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schema:
+    """What is needed of an operation's schema."""
+
+    name: str
+    writes: FrozenSet[Any]
+    is_view: bool
+
+
+@functools.lru_cache(maxsize=None)
+def _schema(func: Any) -> _Schema:
+    schema = func._schema
+    writes: Set[Any] = set(_SILENT.get(func._overloadpacket.__name__, ()))
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.add(argument.name if argument.kwarg_only else place)
+    view = not writes and any(
+        item.alias_info is not None for item in schema.returns)
+    return _Schema(func._overloadpacket.__name__, frozenset(writes), view)
+
+
+class Provenance(TorchDispatchMode):
+    """Follows non-finite numbers through a forward and a backward.
+
+    For replays: each operation reads from the device once.
+
+    Args:
+        sites: Finds places in the code.
+        given: What is non-finite from the start: name and tensor by kind.
+        meant: Buffers that hold infinities on purpose.
+        mended: Indices of operations whose result is made finite (0).
+
+    Attributes:
+        index: Operations so far.
+    """
+
+    def __init__(self, sites: Sites,
+                 given: Iterable[Tuple[str, str, Tensor]] = (),
+                 meant: Iterable[Tensor] = (),
+                 mended: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.index = 0
+        self._sites = sites
+        self._mended = frozenset(mended)
+        # Storages that hold something bad, by address. A weak reference
+        # keeps an address from being used again, not the memory.
+        self._bad: Dict[int, Tuple[StorageWeakRef, Record]] = {}
+        self._made: Dict[int, Tuple[StorageWeakRef, Site]] = {}
+        # Where the forward operation of each autograd node was called from.
+        self._nodes: Dict[int, Tuple[str, Site]] = {}
+        # The half operation that is being computed, and its inputs.
+        self._scope: Tuple[int, List[Tensor]] = (0, [])
+        for kind, name, tensor in given:
+            self._mark(tensor, Record(-1, kind, Site(), (kind, name),
+                                      outputs=[describe(tensor)]))
+        for tensor in meant:
+            self._mark(tensor, Record(-1, 'buffer', Site(), meant=True))
+
+    def _mark(self, tensor: Tensor, record: Record) -> None:
+        weak = StorageWeakRef(tensor.untyped_storage())
+        self._bad[weak.cdata] = (weak, record)
+
+    def of(self, tensor: Tensor) -> Optional[Record]:
+        """What made a tensor non-finite; None where it is finite."""
+        if not _is_floating(tensor):
+            return None
+        known = self._bad.get(tensor.untyped_storage()._cdata)
+        return known[1] if known is not None and not (
+            is_finite(tensor)) else None
+
+    def origins(self, tensors: Iterable[Tensor]) -> List[Record]:
+        """The origins that reached any of the tensors, in their order.
+
+        Infinities that were asked for are among them only where there is
+        nothing else.
+        """
+        found: Dict[int, Record] = {}
+        seen: Set[int] = set()
+        waiting = [record for record in map(self.of, tensors)
+                   if record is not None]
+        while waiting:
+            record = waiting.pop()
+            if id(record) in seen:
+                continue
+            seen.add(id(record))
+            if record.is_origin:
+                found[id(record)] = record
+            waiting.extend(record.parents)
+        ordered = sorted(found.values(), key=lambda record: record.index)
+        return [record for record in ordered if not record.meant] or ordered
+
+    def made_at(self, node: Any) -> Optional[Site]:
+        """Where the operation of an autograd node was called from."""
+        found = self._nodes.get(node._sequence_nr())
+        return found[1] if found is not None else None
+
+    @contextlib.contextmanager
+    def following(self, modules: Iterable[ModuleType]) -> Iterator[None]:
+        """Region in which operations are followed.
+
+        Args:
+            modules: Of compiled functions that torch does not dispatch.
+        """
+        originals = []
+        for module in modules:
+            for name, function in list(vars(module).items()):
+                if callable(function) and not name.startswith('_') and (
+                        not isinstance(function, type)):
+                    originals.append((module, name, function))
+                    setattr(module, name, self._through(name, function))
+        try:
+            with self:
+                yield
+        finally:
+            for module, name, function in originals:
+                setattr(module, name, function)
+
+    def _through(self, name: str, function: Callable[..., Any]
+                 ) -> Callable[..., Any]:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.foreign(name, function, args, kwargs)
+
+        return call
+
+    def foreign(self, name: str, function: Callable[..., Any],
+                args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a compiled function that torch does not dispatch.
+
+        Args:
+            name: What to call it.
+            function: It; tensors among its arguments may be written to.
+            args: Its arguments.
+            kwargs: Likewise.
+        """
+        tensors = [value for value in tree_leaves((args, dict(kwargs)))
+                   if _is_floating(value)]
+        with _disable_current_modes():
+            bad = [tensor for tensor in tensors if not is_finite(tensor)]
+        start = self.index
+        out = function(*args, **kwargs)
+        with _disable_current_modes():
+            had = set(map(id, bad))
+            results = [value for value in (*tensors, *tree_leaves(out))
+                       if _is_floating(value) and id(value) not in had
+                       and not is_finite(value)]
+            self._finish(results, self.index)
+            self.index += 1
+            inside = [record for record in map(self.of, results)
+                      if record is not None and record.index >= start]
+            for record in inside:
+                # On a GPU this is one operation.
+                record.op = name
+            if results and not inside:
+                self._note(name, results, bad, tensors, False)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any,
+                           args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        kwargs = kwargs or {}
+        schema = _schema(func)
+        # Within a backward a checkpointed forward runs with gradients on.
+        node = None if torch.is_grad_enabled() else (
+            torch._C._current_autograd_node())
+        written = [value for value in tree_leaves([
+            value for place, value in (*enumerate(args), *kwargs.items())
+            if place in schema.writes]) if _is_floating(value)]
+        held = [] if schema.name in _OVERWRITING else [
+            value for value in written if self.of(value) is not None]
+        out = func(*args, **kwargs)
+        self.index += 1
+        if node is None:
+            self._see_node(schema.name)
+            self._see_scope(schema.name, args)
+        if schema.is_view:
+            return out
+        results = list({id(value): value for value in (
+            *tree_leaves(out), *written) if _is_floating(value)}.values())
+        if schema.name in _UNWRITTEN:
+            for value in results:
+                self._clear(value)
+            return out
+        spoiled = self._finish(results, self.index - 1)
+        if spoiled:
+            self._explain(schema, spoiled, written, held, args, kwargs, node)
+        return out
+
+    def _finish(self, results: Sequence[Tensor], index: int) -> List[Tensor]:
+        """Those of an operation's results that are bad, once mended."""
+        spoiled = []
+        for value in results:
+            if index in self._mended:
+                value.nan_to_num_(0., 0., 0.)
+            self._know_maker(value)
+            if not is_finite(value):
+                spoiled.append(value)
+            elif value.nbytes == value.untyped_storage().nbytes():
+                self._clear(value)
+        return spoiled
+
+    def _clear(self, value: Tensor) -> None:
+        self._bad.pop(value.untyped_storage()._cdata, None)
+
+    def _see_node(self, name: str) -> None:
+        """Remember where the forward of an autograd node is.
+
+        Its sequence number is the last that was given out; what runs below
+        it, or without a graph, comes later.
+        """
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if number not in self._nodes:
+            self._nodes[number] = (computing()[0] or name, self._sites.here())
+
+    def _see_scope(self, name: str, args: Tuple[Any, ...]) -> None:
+        """Remember the inputs of a half operation made of several."""
+        now, count = computing()
+        if now is None or count != self._scope[0]:
+            self._scope = (count, [])
+        if now is not None and name == '_to_copy' and not any(
+                value.dtype == torch.float32 for value in args[:1]):
+            self._scope[1].append(args[0])
+
+    def _know_maker(self, value: Tensor) -> None:
+        """Remember who allocated memory, for those who write unseen."""
+        storage = value.untyped_storage()
+        known = self._made.get(storage._cdata)
+        if known is None or known[0].expired():
+            weak = StorageWeakRef(storage)
+            self._made[weak.cdata] = (weak, self._sites.here())
+
+    def _explain(self, schema: _Schema, spoiled: List[Tensor],
+                 written: List[Tensor], held: List[Tensor], args: Any,
+                 kwargs: Any, node: Any) -> None:
+        """Tell what made the results of an operation bad."""
+        leaves = tree_leaves((args, kwargs))
+        own = set(map(id, written))
+        inputs = [value for value in leaves
+                  if _is_floating(value) and id(value) not in own]
+        bad = [value for value in inputs if not is_finite(value)]
+        constant = schema.name == 'lift_fresh'
+        asked = constant or any(isinstance(value, float) and (
+            math.isinf(value) or schema.name in _FILLING
+            and _is_beyond(value, spoiled)) for value in leaves)
+        self._note(computing()[0] or schema.name, spoiled,
+                   [] if constant else bad + held, inputs, asked, node)
+
+    def _note(self, name: str, spoiled: Sequence[Tensor],
+              bad: Sequence[Tensor], inputs: Sequence[Tensor], asked: bool,
+              node: Any = None) -> None:
+        forward = None
+        if node is not None:
+            forward = self._nodes.get(node._sequence_nr())
+            # Nodes of torch's own end in a number.
+            kind = node.name()
+            if forward is not None and kind.endswith('Backward'):
+                forward = kind[:-len('Backward')], forward[1]
+        name, site = forward or (name, self._sites.here())
+        parents = [self._parent(tensor, site) for tensor in bad]
+        has_nan = any(bool(value.isnan().any()) for value in spoiled)
+        meant = not has_nan and (asked or bool(parents)) and all(
+            parent.meant for parent in parents)
+        record = Record(self.index - 1, name, site, parents=parents,
+                        meant=meant, backward=node is not None)
+        if record.is_origin and not meant:
+            record.inputs = [describe(value)
+                             for value in self._scope[1] or inputs]
+            record.outputs = [describe(value) for value in spoiled]
+            record.rows = _bad_rows(spoiled[0])
+        for value in spoiled:
+            self._mark(value, record)
+
+    def _parent(self, tensor: Tensor, site: Site) -> Record:
+        """What made an input bad: something seen, or somebody outside."""
+        cdata = tensor.untyped_storage()._cdata
+        if cdata not in self._bad:
+            maker = self._made.get(cdata)
+            site = maker[1] if maker is not None else site
+            self._mark(tensor, Record(
+                self.index - 1, _module_of(site), site,
+                outputs=[describe(tensor)], rows=_bad_rows(tensor)))
+        return self._bad[cdata][1]
+
+
+def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:
+    """Whether a finite number is an infinity in the dtype of a result."""
+    return any(abs(value) > torch.finfo(result.dtype).max
+               for result in results)
+
+
+def _bad_rows(tensor: Tensor) -> Tuple[List[int], int]:
+    """Rows of a tensor that are not finite, and the number of rows."""
+    if tensor.dim() < 2:
+        return [], 0
+    rows = (~torch.isfinite(tensor.detach())).flatten(1).any(1)
+    return rows.nonzero().flatten().tolist(), len(rows)
+
+
+def _module_of(site: Site) -> str:
+    """A name for what is not dispatched: of the function that called it."""
+    path = (site.source or '?').rpartition(':')[0]
+    name = path.replace('\\', '/').rpartition('site-packages/')[2]
+    name = name[:-len('.py')] if name.endswith('.py') else name
+    return f'{name.replace("/", ".").strip(".")}.{site.function}'
+
