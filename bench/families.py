@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 import mmdet_nanfix  # noqa: F401  registers
 
-__all__ = ['FAMILIES', 'OTHERS', 'REFUSED', 'batch_for', 'build', 'train']
+__all__ = [
+    'FAMILIES', 'OTHERS', 'REFUSED', 'batch_for', 'build', 'has_masks',
+    'train'
+]
 
 # By name: kind, and the config below MMDetection's own ``configs/``.
 FAMILIES = {
@@ -103,10 +106,14 @@ def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
 
 def batch_for(model: nn.Module, size: int = 128) -> Dict[str, Any]:
     """Two images with boxes and masks, the same each time."""
-    masks = hasattr(model, 'mask_head') or hasattr(
-        getattr(model, 'roi_head', None), 'mask_head')
     return demo_mm_inputs(2, (3, size, size), num_items=[3, 4],
-                          num_classes=80, with_mask=masks)
+                          num_classes=80, with_mask=has_masks(model))
+
+
+def has_masks(model: nn.Module) -> bool:
+    """Whether a model learns masks."""
+    return hasattr(model, 'mask_head') or hasattr(
+        getattr(model, 'roi_head', None), 'mask_head')
 
 
 def _dtypes(value: Any) -> Iterator[str]:

@@ -4,17 +4,15 @@ First as far as it shows without a replay, then with what a replay has found.
 """
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence
 
-import torch
-
-from .finite import bad_tensors, kind_of
+from .finite import kind_of
 from .heads import UNKNOWN, Parts
 from .locate import Findings
 from .provenance import Record
 from .records import HeadState, Where
+from .sites import Site
 from .trial import Raised
 
-__all__ = ['first_look', 'made_by_step', 'origin_of', 'refined',
-           'where_raised']
+__all__ = ['first_look', 'origin_of', 'refined', 'where_raised']
 
 _GIVEN = {'input': 'input', 'annotation': 'input', 'weight': 'params',
           'buffer': 'buffers'}
@@ -71,39 +69,26 @@ def _first_backward(heads: Mapping[str, HeadState]) -> Optional[str]:
 
 def where_raised(raised: Raised, parts: Parts) -> Where:
     """Where an exception was raised."""
-    module = raised.module
-    return Where(phase='forward', module=module, op=raised.op,
-                 source=raised.source, head=(
-                     parts.owner_of_name(f'{module}.') if module else None))
+    site = raised.site
+    return Where(phase='loss' if site.in_loss else 'forward',
+                 module=site.module or None, op=raised.op,
+                 source=site.source, head=_owner(site, parts))
 
 
-def made_by_step(model: torch.nn.Module,
-                 optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has made bad weights, and not somebody else.
-
-    Somebody else spoils one weight; an optimizer most of them, or has a bad
-    moment beside the weight. Two reads from the device.
-    """
-    parameters = [parameter for group in optimizer.param_groups
-                  for parameter in group['params']]
-    bad = [parameters[index] for index in bad_tensors(parameters)]
-    state = [value for parameter in bad
-             for value in optimizer.state.get(parameter, {}).values()
-             if isinstance(value, torch.Tensor)]
-    return bool(bad) and (2 * len(bad) > len(parameters)
-                          or bool(bad_tensors(state)))
+def _owner(site: Site, parts: Parts) -> Optional[str]:
+    return parts.owner_of_name(f'{site.module}.') if site.module else None
 
 
 def refined(where: Where, found: Findings, parts: Parts,
-            by_step: Callable[[], Optional[str]]) -> Where:
+            by_step: Callable[[str], Optional[str]]) -> Where:
     """Where it began, with what a replay has found.
 
     Args:
         where: Of the first look.
         found: Of the search.
         parts: Of the model.
-        by_step: Called for bad weights: name of the optimizer, where it has
-            made them.
+        by_step: Called with the name of a bad weight: name of the
+            optimizer, where it has made it so.
     """
     origin = found.origin
     if origin is None:
@@ -117,7 +102,7 @@ def refined(where: Where, found: Findings, parts: Parts,
         phase = 'input'
     elif found.failed == 'grads':
         phase = 'backward'
-    head = parts.owner_of_name(f'{module}.') if module else None
+    head = _owner(site, parts)
     if found.failed == 'buffers' and where.phase == 'buffers':
         phase, head, module = 'buffers', where.head, where.module
     if phase == 'input':
@@ -127,12 +112,12 @@ def refined(where: Where, found: Findings, parts: Parts,
 
 
 def _where_given(origin: Record, parts: Parts,
-                 by_step: Callable[[], Optional[str]]) -> Where:
+                 by_step: Callable[[str], Optional[str]]) -> Where:
     kind, name = origin.given or ('', '')
     phase = _GIVEN[kind]
     if phase == 'input':
         return Where(phase=phase, kind=_kind(origin))
-    step = by_step() if kind == 'weight' else None
+    step = by_step(name) if kind == 'weight' else None
     return Where(phase='step' if step else phase, op=step,
                  head=parts.owner_of_name(name), kind=_kind(origin),
                  module=name if kind == 'buffer' else (

@@ -6,6 +6,7 @@ autograd graph. There is no table of loss names.
 """
 from typing import (
     Any,
+    Container,
     Dict,
     Iterable,
     Iterator,
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .finite import bad_tensors, leaves_of
+from .head_methods import loss_modules
 from .records import HeadState
 
 __all__ = ['Parts', 'loss_terms']
@@ -31,9 +33,12 @@ def _holds_heads(module: nn.Module) -> bool:
                for name, _ in module.named_modules())
 
 
-def _part_names(module: nn.Module, prefix: str) -> Iterator[str]:
+def _part_names(module: nn.Module, prefix: str,
+                besides: Container[nn.Module]) -> Iterator[str]:
     """Names of the parts below a module, parents before children."""
     for name, child in module.named_children():
+        if child in besides:
+            continue
         path = f'{prefix}{name}'
         yield path
         stages = isinstance(child, (nn.ModuleList, nn.ModuleDict))
@@ -41,7 +46,7 @@ def _part_names(module: nn.Module, prefix: str) -> Iterator[str]:
             yield from (f'{path}.{stage}'
                         for stage, _ in child.named_children())
         elif _holds_heads(child):
-            yield from _part_names(child, f'{path}.')
+            yield from _part_names(child, f'{path}.', besides)
 
 
 def loss_terms(losses: Mapping[str, Any]) -> Dict[str, List[Tensor]]:
@@ -73,7 +78,7 @@ class Parts:
 
     def __init__(self, model: nn.Module,
                  earlier: Optional['Parts'] = None) -> None:
-        self._names = list(_part_names(model, ''))
+        self._names = list(_part_names(model, '', set(loss_modules(model))))
         self._weights: List[Tuple[str, nn.Parameter]] = list(
             model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter

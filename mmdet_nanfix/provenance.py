@@ -160,6 +160,8 @@ class Provenance(TorchDispatchMode):
 
     Attributes:
         index: Operations so far.
+        seen: Operations so far that made something non-finite of what was
+            not, on purpose or not, whatever became of it.
     """
 
     def __init__(self, sites: Sites,
@@ -168,6 +170,7 @@ class Provenance(TorchDispatchMode):
                  mended: Iterable[int] = ()) -> None:
         super().__init__()
         self.index = 0
+        self.seen = 0
         self._sites = sites
         self._mended = frozenset(mended)
         # Storages that hold something bad, by address. A weak reference
@@ -211,7 +214,7 @@ class Provenance(TorchDispatchMode):
             if id(record) in seen:
                 continue
             seen.add(id(record))
-            if record.is_origin:
+            if record.is_origin and not (record.meant and record.parents):
                 found[id(record)] = record
             waiting.extend(record.parents)
         ordered = sorted(found.values(), key=lambda record: record.index)
@@ -390,6 +393,7 @@ class Provenance(TorchDispatchMode):
             parent.meant for parent in parents)
         record = Record(self.index - 1, name, site, parents=parents,
                         meant=meant, backward=node is not None)
+        self.seen += not parents
         if record.is_origin and not meant:
             record.inputs = [describe(value)
                              for value in self._scope[1] or inputs]

@@ -65,6 +65,7 @@ class Outcome:
             all was finite.
         origins: Where it began, if it was looked for.
         error: Why there is no outcome, in words, or None.
+        seen: Of the probe.
         owners: Sites along the graph of each loss, if looked for: the
             nearest first.
     """
@@ -72,6 +73,7 @@ class Outcome:
     failed: Optional[str] = None
     origins: List[Record] = dataclasses.field(default_factory=list)
     error: Optional[str] = None
+    seen: int = 0
     owners: Dict[str, List[Site]] = dataclasses.field(default_factory=dict)
 
 
@@ -138,6 +140,7 @@ class Replays:
         finally:
             run.drop_gradients()
             self._transaction.rollback()
+        run.outcome.seen = probe.seen if probe is not None else 0
         return run.outcome
 
     def _call(self, forward: Forward, batch: Any, on_loss: OnLoss) -> None:

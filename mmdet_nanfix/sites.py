@@ -4,10 +4,12 @@ Read off the Python stack while the operation runs: heads of MMDetection are
 called as plain methods, which module hooks do not see.
 """
 import dataclasses
+import itertools
 import os
 import sys
+import traceback
 import types
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor, nn
 
@@ -26,6 +28,8 @@ _LAYER_WORDS = ('forward', 'predict')
 _DEEPEST = 200
 # What is outside of a replay does not count.
 _BEGIN = os.path.join(_PACKAGE, 'replay.py')
+# Its functions stand for the methods that they wrap.
+_REGIONS = os.path.join(_PACKAGE, 'regions.py')
 
 
 def is_library(path: str) -> bool:
@@ -79,29 +83,26 @@ class Sites:
             path = code.co_filename
             known = (is_library(path), code.co_argcount > 0
                      and code.co_varnames[0] == 'self'
-                     and not path.startswith(_PACKAGE))
+                     and (path == _REGIONS
+                          or not path.startswith(_PACKAGE)))
             self._kinds[code] = known
         return known
 
     def here(self) -> Site:
         """The place that runs now; some ten microseconds."""
-        return self.of_frame(sys._getframe(1))
+        return self._of(_outwards(sys._getframe(1)))
 
-    def of_frame(self, frame: Optional[types.FrameType],
-                 line: Optional[int] = None) -> Site:
-        """The place of a frame.
+    def of_error(self, error: BaseException) -> Site:
+        """The place that raised."""
+        return self._of(reversed(list(
+            traceback.walk_tb(error.__traceback__))))
 
-        Args:
-            frame: The innermost.
-            line: Its line, where it is not the one that it is at.
-        """
+    def _of(self, frames: Iterable[Tuple[types.FrameType, int]]) -> Site:
         source = function = module = None
         in_loss: Optional[bool] = None
         level = image = None
         inner: Optional[types.FrameType] = None
-        for _ in range(_DEEPEST):
-            if frame is None:
-                break
+        for frame, line in itertools.islice(frames, _DEEPEST):
             code = frame.f_code
             if code.co_filename == _BEGIN:
                 break
@@ -109,7 +110,7 @@ class Sites:
             if source is None and not library:
                 source = f'{code.co_filename}:{line or frame.f_lineno}'
                 function = code.co_name
-            line = owner = None
+            owner = None
             if method and (module is None or in_loss is None):
                 owner = self._names.get(id(frame.f_locals.get('self')))
                 module = owner if module is None else module
@@ -118,10 +119,17 @@ class Sites:
                     code.co_name, owner is not None)
             if code.co_name == 'multi_apply' and inner is not None:
                 level, image = _at(frame, inner, level, image)
-            if not library:
+            if not library and not code.co_name.startswith('<'):
                 inner = frame
-            frame = frame.f_back
         return Site(source, function, module, bool(in_loss), level, image)
+
+
+def _outwards(frame: Optional[types.FrameType]
+              ) -> Iterator[Tuple[types.FrameType, int]]:
+    """Frames and lines; 0 for the line that a frame is at."""
+    while frame is not None:
+        yield frame, 0
+        frame = frame.f_back
 
 
 def _means_loss(name: str, of_module: bool) -> Optional[bool]:

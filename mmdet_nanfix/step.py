@@ -26,7 +26,6 @@ from .batches import KeptBatch
 from .buffers import WatchedBuffers
 from .evidence import (
     first_look,
-    made_by_step,
     origin_of,
     refined,
     where_raised,
@@ -38,6 +37,7 @@ from .picture import Undo
 from .policy import LossScale, StopRule
 from .records import Counts, Incident, LossScaleChange
 from .replay import Forward, Host
+from .sites import Site
 from .transaction import Transaction
 from .trial import Raised, why
 
@@ -143,8 +143,8 @@ class GuardedStep:
         self._left = -1 if max_incidents is None else max_incidents
         self._forward: Optional[Forward] = None
         self._copies = False
-        self._good: Optional[KeptBatch] = None
-        self._stepped = False
+        self._good: Optional[Forward] = None
+        self._bad_from_the_start = set(self._parts.bad_weights())
         self.buffers = WatchedBuffers(model)
 
     def _optimized(self) -> Set[int]:
@@ -320,7 +320,7 @@ class GuardedStep:
 
     def give_up(self) -> None:
         """Skip the window without the backward of its last micro-step."""
-        self._window[-1].raised = Raised('', None, None, None, [])
+        self._window[-1].raised = Raised('', None, Site(), [])
 
     def judge(self, found_inf: bool) -> Verdict:
         """Decide on an optimizer step and update scale and counters.
@@ -339,8 +339,7 @@ class GuardedStep:
         if not found_inf:
             self._transaction.commit()
             self.buffers.accept()
-            self._stepped = True
-            self._good = next((micro.forward.batch for micro in window
+            self._good = next((micro.forward for micro in window
                                if micro.forward is not None), None)
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
@@ -415,11 +414,31 @@ class GuardedStep:
             return Findings(replay='there were too many before')
         self._left -= self._left > 0
         return self._locator.find(
-            forward, self._good, scale, self.buffers, self._agree)
+            forward, self._good.batch if self._good else None, scale,
+            self.buffers, self._agree)
 
-    def _by_step(self) -> Optional[str]:
-        made = self._stepped and made_by_step(self.model, self._optimizer)
-        return f'{type(self._optimizer).__name__}.step' if made else None
+    def look_again(self) -> Findings:
+        """Replay the last forward of a step that was accepted.
+
+        With the weights of now: for finding out whether anything is blamed
+        where nothing is wrong.
+        """
+        if self._good is None:
+            return Findings(replay='no step was accepted yet')
+        return self._locator.find(self._good, None, self.scale.scale,
+                                  self.buffers, self._agree)
+
+    def _by_step(self, weight: str) -> Optional[str]:
+        """The optimizer, where it has made a weight bad.
+
+        It has, where the weight was fine at first, and nobody else moves it.
+        """
+        parameter = dict(self.model.named_parameters())[weight]
+        moved = parameter.requires_grad and (
+            id(parameter) in self._optimized())
+        if not moved or weight in self._bad_from_the_start:
+            return None
+        return f'{type(self._optimizer).__name__}.step'
 
 
 def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:

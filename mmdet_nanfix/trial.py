@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .annotations import BadAnnotation, bad_annotations, repaired
-from .sites import is_library
+from .sites import Site, Sites
 from .transaction import Rng
 
 __all__ = ['FiniteOnly', 'Raised', 'why']
@@ -104,18 +104,15 @@ class Raised:
 
     Attributes:
         error: Its type and text, on one line.
-        source: ``file:line`` of the innermost frame in the user's or the
-            host's code.
         op: The function that raised.
-        module: Path of the innermost module whose method was running.
+        site: Where it was called from.
         bad: The annotations it was put down to; empty where it was
             non-finite numbers.
     """
 
     error: str
-    source: Optional[str]
     op: Optional[str]
-    module: Optional[str]
+    site: Site
     bad: List[BadAnnotation]
 
 
@@ -189,15 +186,7 @@ def num_classes_of(model: nn.Module) -> Optional[int]:
 
 def _describe(error: Exception, model: nn.Module,
               bad: List[BadAnnotation]) -> Raised:
-    names = {id(module): name for name, module in model.named_modules()}
-    module = source = op = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        op = frame.f_code.co_name
-        path = frame.f_code.co_filename
-        if not is_library(path):
-            source = f'{path}:{line}'
-        owner = names.get(id(frame.f_locals.get('self')))
-        module = owner or module
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     text = ' '.join(str(error).split())
-    return Raised(f'{type(error).__name__}: {text}'[:500], source, op,
-                  module, bad)
+    return Raised(f'{type(error).__name__}: {text}'[:500],
+                  frame.f_code.co_name, Sites(model).of_error(error), bad)

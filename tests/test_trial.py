@@ -103,7 +103,7 @@ def test_non_finite_numbers(how, autocast):
     assert raised.bad == []
     assert raised.error.partition(':')[0] in (
         'ValueError', 'RuntimeError', 'AssertionError')
-    assert raised.source.startswith(__file__)
+    assert raised.site.source.startswith(__file__)
     assert '\n' not in raised.error
 
 
@@ -170,9 +170,9 @@ def test_the_module_and_the_source_are_named():
     except ValueError as error:
         raised = why(error, model, model.forward, (BAD, ), {}, Rng(),
                      lambda: None)
-    assert raised.module == 'bbox_head'
+    assert raised.site.module == 'bbox_head'
     assert raised.op == 'matching'
-    line = int(raised.source.rpartition(':')[2])
+    line = int(raised.site.source.rpartition(':')[2])
     with open(__file__) as file:
         assert 'linear_sum_assignment(x' in file.readlines()[line - 1]
 

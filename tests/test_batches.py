@@ -1,0 +1,160 @@
+import copy
+
+import pytest
+import torch
+from mmdet.testing import demo_mm_inputs
+from mmdet.utils import register_all_modules
+
+from mmdet_nanfix.batches import Images, KeptBatch
+
+
+def batch(count=2):
+    register_all_modules()
+    made = demo_mm_inputs(count, (3, 32, 32), num_items=[2] * count,
+                          num_classes=3, with_mask=True)
+    for index, sample in enumerate(made['data_samples']):
+        sample.set_metainfo(dict(img_path=f'{index}.jpg', img_id=index))
+    return made
+
+
+def branches():
+    def samples(*names):
+        made = batch(len(names))
+        for name, sample in zip(names, made['data_samples']):
+            sample.set_metainfo(dict(img_path=name))
+        return made
+
+    sup, teacher = samples('a', 'b'), samples('c', 'd')
+    student = samples('c', 'd')
+    return {key: dict(sup=sup[key], teacher=teacher[key],
+                      student=student[key])
+            for key in ('inputs', 'data_samples')}
+
+
+def boxes(made, row):
+    found = made['data_samples'][row].gt_instances.bboxes
+    return getattr(found, 'tensor', found)
+
+
+def test_what_a_model_does_to_a_batch_is_taken_back():
+    made = batch()
+    before = copy.deepcopy(made)
+    kept = KeptBatch(made)
+    sample = made['data_samples'][0]
+    masks = sample.gt_instances.masks
+    sample.gt_instances.masks = masks.pad((40, 40))
+    sample.set_metainfo(dict(pad_shape=(40, 40)))
+    made['inputs'] = torch.stack(made['inputs'])
+    made['extra'] = 1
+    assert kept.put_back() is made
+    assert set(made) == set(before) and isinstance(made['inputs'], list)
+    assert sample.gt_instances.masks is masks
+    assert 'pad_shape' not in sample
+    assert set(sample.all_keys()) == set(
+        before['data_samples'][0].all_keys())
+
+
+@pytest.mark.parametrize('copies', [False, True])
+def test_writing_in_place_is_seen_and_can_be_taken_back(copies):
+    made = batch()
+    kept = KeptBatch(made, copies)
+    assert kept.can_be_had and not kept.written_to
+    before = boxes(made, 0).clone()
+    boxes(made, 0).mul_(2.)
+    assert kept.written_to and kept.can_be_had is copies
+    if copies:
+        for _ in range(2):
+            kept.put_back()
+            assert torch.equal(boxes(made, 0), before)
+            boxes(made, 0).mul_(3.)
+
+
+def test_pixels_are_not_copied():
+    made = {'inputs': [torch.zeros(3, 300, 300)]}
+    kept = KeptBatch(made, copies=True)
+    assert kept.can_be_had
+    made['inputs'][0].add_(1)
+    assert not kept.can_be_had
+
+
+def test_images_and_their_rows():
+    images = Images(batch(3))
+    assert [image.img_path for image in images.images] == [
+        '0.jpg', '1.jpg', '2.jpg']
+    assert images.size == 3 and images.at(1).img_id == 1
+    assert images.at(3) is None
+    assert images.at(1).to_image() == {
+        'img_path': '1.jpg', 'img_id': 1, 'annotation': None}
+
+
+def test_an_image_without_a_name_has_its_number():
+    images = Images({'inputs': torch.ones(2, 3), 'labels': torch.ones(2)})
+    assert [image.to_image()['img_path'] for image in images.images] == [
+        'number 0', 'number 1']
+
+
+def test_a_good_image_takes_the_place_of_another():
+    made = batch(3)
+    images = Images(made)
+    other = images.without([images.at(1)])
+    assert [sample.img_path for sample in other['data_samples']] == [
+        '0.jpg', '0.jpg', '2.jpg']
+    assert torch.equal(other['inputs'][1], made['inputs'][0])
+    # Nothing is shared: a replay may write to it.
+    assert other['inputs'][1] is not other['inputs'][0]
+    assert made['data_samples'][1].img_path == '1.jpg'
+    two = images.without([images.at(0), images.at(2)])
+    assert {sample.img_path for sample in two['data_samples']} == {'1.jpg'}
+
+
+def test_a_batch_of_one_takes_it_from_an_earlier_batch():
+    images, earlier = Images(batch(1)), Images(batch(2))
+    assert images.without(images.images) is None
+    other = images.without(images.images, earlier)
+    assert other['data_samples'][0].img_id == 0
+    assert len(other['inputs']) == 1
+    assert other['inputs'][0] is not earlier._batch['inputs'][0]
+
+
+def test_a_stacked_batch():
+    x = torch.arange(6.).view(3, 2)
+    made = {'inputs': x, 'labels': torch.arange(3)}
+    images = Images(made)
+    other = images.without([images.at(2)])
+    assert other['inputs'].tolist() == [[0., 1.], [2., 3.], [0., 1.]]
+    assert other['labels'].tolist() == [0, 1, 0]
+    assert x[2].tolist() == [4., 5.]
+
+
+def test_views_of_one_image_go_together():
+    images = Images(branches())
+    assert [image.img_path for image in images.images] == [
+        'a', 'b', 'c', 'd']
+    assert images.at(0) is None and images.size is None
+    (c, ) = [image for image in images.images if image.img_path == 'c']
+    other = images.without([c])['data_samples']
+    paths = {name: [sample.img_path for sample in samples]
+             for name, samples in other.items()}
+    assert paths == dict(sup=['a', 'b'], teacher=['d', 'd'],
+                         student=['d', 'd'])
+
+
+def test_bad_annotations_are_found_in_each_branch_and_repaired():
+    made = branches()
+    sample = made['data_samples']['student'][1]
+    box = sample.gt_instances.bboxes
+    getattr(box, 'tensor', box)[1] = torch.tensor([5., 5., 5., 9.])
+    images = Images(made)
+    ((group, bad), ) = images.bad_annotations(3)
+    assert group == ('student', ) and (bad.sample, bad.index) == (1, 1)
+    assert Images(images.repaired([(group, bad)])).bad_annotations(3) == []
+    assert images.bad_annotations(3)
+
+
+def test_the_worst_annotation_comes_first():
+    made = batch()
+    boxes(made, 0)[0] = torch.tensor([5., 5., 5., 9.])
+    made['data_samples'][1].gt_instances.labels[1] = 7
+    found = [bad.what for _, bad in Images(made).bad_annotations(3)]
+    assert found == ['label 7 is outside of 0 to 2',
+                     'box of zero size 0 x 4']

@@ -1,0 +1,65 @@
+"""A sample of the fault suite; ``python bench/faults/run.py`` runs it all."""
+import glob
+import os
+import sys
+
+import pytest
+from conftest import ROOT
+
+FAULTS = os.path.join(ROOT, 'bench', 'faults')
+sys.path.insert(0, FAULTS)
+import run as faults  # noqa: E402
+
+NAMES = sorted(os.path.basename(path)[:-3] for path in glob.glob(
+    os.path.join(FAULTS, 'cases', '*.py')))
+# One of each phase and of each kind of evidence, the quick ones.
+SAMPLE = [
+    'focal_gamma_retinanet', 'half_conv_rpn_faster_rcnn',
+    'inf_momentum_rtmdet', 'large_label_yolox', 'masked_attention_detr',
+    'nan_box_yolox', 'nan_pixel_faster_rcnn', 'nan_weight_rpn_faster_rcnn',
+    'overflowing_statistics_retinanet', 'zero_height_box_ssdlite',
+]
+
+
+def case_of(name):
+    return faults.load(os.path.join(FAULTS, 'cases', f'{name}.py'))
+
+
+def test_the_suite_is_wide():
+    cases = [case_of(name) for name in NAMES]
+    assert len({case['family'] for case in cases}) >= 8
+    assert len(NAMES) >= 40
+    for case in cases:
+        assert case['expect']['phase'] in (
+            'input', 'forward', 'loss', 'backward', 'step', 'params',
+            'buffers')
+
+
+@pytest.mark.parametrize('name', SAMPLE)
+def test_it_is_found(name):
+    case = case_of(name)
+    incidents = faults.run(case)
+    assert all(ok is not False
+               for ok in faults.score(case, incidents).values()), incidents
+    assert incidents[0]['replay'] is None
+
+
+def test_the_score_can_fail():
+    case = case_of('half_conv_rpn_faster_rcnn')
+    expect = case['expect']
+    right = dict(iter=case['step'], images=None, where=dict(
+        head=expect['head'], phase=expect['phase'], op='conv2d',
+        source='nowhere.py:1'))
+    said = faults.score(case, [right])
+    assert said['head'] and said['phase'] and said['operation']
+    assert said['source'] is False and said['image']
+    said = faults.score(case, [dict(right, iter=case['step'] - 1)])
+    assert not any(said.values())
+    assert not any(faults.score(case, []).values())
+
+
+def test_a_case_that_does_not_exist_is_misuse(capsys):
+    with pytest.raises(SystemExit) as caught:
+        faults.main(['no_such_case'])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count('\n') == 1

@@ -1,0 +1,254 @@
+import math
+
+import pytest
+import torch
+from test_batches import batch, boxes
+from torch import nn
+
+from mmdet_nanfix.batches import Images, KeptBatch
+from mmdet_nanfix.buffers import WatchedBuffers
+from mmdet_nanfix.locate import Locator, search
+from mmdet_nanfix.provenance import Record
+from mmdet_nanfix.replay import Forward, Host, Outcome
+from mmdet_nanfix.sites import Site
+from mmdet_nanfix.transaction import Rng, Transaction
+
+
+def walk(images, answer, origins=(), last_good=None, failed='loss'):
+    """Play the part of the replays.
+
+    Args:
+        answer: Takes a request, returns what fails, or an outcome.
+    """
+    steps = search(images, last_good, 3)
+    requests = []
+    outcome = Outcome(failed, list(origins))
+    try:
+        request = next(steps)
+        assert request.probe
+        while True:
+            request = steps.send(outcome)
+            requests.append(request)
+            outcome = answer(request)
+            if not isinstance(outcome, Outcome):
+                outcome = Outcome(outcome)
+    except StopIteration as done:
+        return done.value, requests
+
+
+def record(index, op='op', **settings):
+    return Record(index, op, Site(), **settings)
+
+
+def culprits(names, made):
+    """Fails while one of the images is in the batch."""
+
+    def answer(request):
+        data = made if request.batch is None else request.batch
+        here = {sample.img_path for sample in data['data_samples']}
+        return 'loss' if here & set(names) else None
+
+    return answer
+
+
+@pytest.mark.parametrize('count', [1, 2, 3, 4, 5, 8, 16])
+def test_any_one_image_of_any_batch_is_found(count):
+    made = batch(count)
+    for index in range(count):
+        name = f'{index}.jpg'
+        earlier = batch(2)
+        earlier['data_samples'][0].set_metainfo(dict(img_path='good'))
+        found, requests = walk(Images(made), culprits([name], made),
+                               last_good=Images(earlier))
+        assert [image['img_path'] for image in found.images] == [name]
+        assert len(requests) <= 6
+        assert all(len(request.batch['inputs']) == count
+                   for request in requests)
+
+
+@pytest.mark.parametrize('count', [1, 2, 5, 16])
+def test_where_all_images_fail_none_is_blamed(count):
+    made = batch(count)
+    found, requests = walk(Images(made), lambda request: 'loss',
+                           last_good=Images(batch(2)))
+    assert found.images is None and len(requests) <= 6
+
+
+def test_a_row_of_the_origin_is_suspected_first():
+    made = batch(8)
+    origin = record(3, rows=([6], 8))
+    found, requests = walk(Images(made), culprits(['6.jpg'], made), [origin])
+    assert found.images[0]['img_path'] == '6.jpg' and len(requests) == 1
+    assert found.origin is origin and found.tests
+    site = Site(image=2)
+    found, requests = walk(Images(made), culprits(['2.jpg'], made),
+                           [Record(1, 'op', site)])
+    assert len(requests) == 1
+
+
+def test_a_hint_that_leads_astray_costs_one_replay():
+    made = batch(8)
+    found, requests = walk(Images(made), culprits(['2.jpg'], made),
+                           [record(3, rows=([6], 8))])
+    assert found.images[0]['img_path'] == '2.jpg' and len(requests) <= 6
+
+
+def test_of_several_origins_the_one_without_which_nothing_fails():
+    first, second = record(3, 'first'), record(8, 'second')
+
+    def answer(request):
+        return None if 8 in request.mended else 'loss'
+
+    found, requests = walk(Images(batch()), answer, [first, second])
+    assert found.origin is second and found.others == [first]
+    assert [request.mended for request in requests[:2]] == [{3}, {8}]
+    found, _ = walk(Images(batch()), lambda request: 'loss', [first, second])
+    assert found.origin is first and found.others == [second]
+
+
+@pytest.mark.parametrize('kind', ['weight', 'buffer'])
+def test_bad_weights_and_buffers_need_no_more(kind):
+    found, requests = walk(Images(batch()), lambda request: 'loss', [
+        record(-1, given=(kind, 'a'))])
+    assert requests == [] and found.images is None
+
+
+def test_a_bad_pixel_needs_no_more():
+    made = batch()
+    made['inputs'][1] = made['inputs'][1].float()
+    made['inputs'][1][0, 3, 3] = math.inf
+    found, requests = walk(Images(made), lambda request: 'loss', [
+        record(-1, given=('input', '1.jpg'))])
+    assert requests == [] and found.images[0]['img_path'] == '1.jpg'
+
+
+def zero_boxes(made, *places):
+    for row, index in places:
+        boxes(made, row)[index] = torch.tensor([5., 5., 5., 9.])
+    return Images(made)
+
+
+def fails_with(row, index):
+    """Fails while that box has no width."""
+
+    def answer(request):
+        if request.batch is None:
+            return 'loss'
+        box = boxes(request.batch, row)[index]
+        return 'loss' if box[0] == box[2] else None
+
+    return answer
+
+
+def test_the_annotation_to_blame_is_the_one_that_helps():
+    found, _ = walk(zero_boxes(batch(), (1, 1)), fails_with(1, 1))
+    (image, ) = found.images
+    assert image['img_path'] == '1.jpg'
+    assert image['annotation']['index'] == 1
+    found, _ = walk(zero_boxes(batch(), (0, 0), (1, 1)), fails_with(1, 1))
+    (image, ) = found.images
+    assert (image['img_path'], image['annotation']['index']) == ('1.jpg', 1)
+
+
+def test_an_annotation_that_looks_bad_and_harms_nobody_is_not_blamed():
+    made = batch()
+    found, _ = walk(zero_boxes(made, (0, 0)), lambda request: 'loss')
+    assert found.images is None
+    found, _ = walk(zero_boxes(made, (0, 0)), culprits(['1.jpg'], made))
+    (image, ) = found.images
+    assert (image['img_path'], image['annotation']) == ('1.jpg', None)
+
+
+@pytest.mark.parametrize('outcome, said', [
+    (Outcome(None), 'did not come again'),
+    (Outcome(error='ran out of memory'), 'ran out of memory')])
+def test_without_an_outcome_nothing_is_blamed(outcome, said):
+    steps = search(Images(batch()), None, 3)
+    next(steps)
+    with pytest.raises(StopIteration) as done:
+        steps.send(outcome)
+    found = done.value.value
+    assert said in found.replay and found.origin is None
+    assert found.images is None
+
+
+def test_memory_that_runs_out_later_ends_the_search():
+    origin = record(3)
+    found, requests = walk(
+        Images(batch(8)), lambda request: Outcome(error='ran out of memory'),
+        [origin])
+    assert len(requests) == 1
+    assert found.origin is origin and found.images is None
+    assert 'ran out of memory' in found.tests[0]
+
+
+class Detector(nn.Module):
+    num_classes = 3
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, inputs, data_samples):
+        pixels = torch.stack(inputs).float().mean((1, 2, 3))
+        sizes = torch.stack([
+            boxes({'data_samples': data_samples}, row)[:, 2:].sum()
+            - boxes({'data_samples': data_samples}, row)[:, :2].sum()
+            for row in range(len(data_samples))])
+        return {'loss': (self.linear(pixels[:, None])
+                         + sizes.log()[:, None]).mean()}
+
+
+def locator(made, model=None, good=None, **settings):
+    model = model or Detector()
+    found = Locator(model, Transaction(model), Host())
+    arguments = dict(inputs=made['inputs'], data_samples=made['data_samples'])
+    return found.find(Forward(KeptBatch(arguments), Rng(), False), good, 1.,
+                      WatchedBuffers(model), **settings)
+
+
+def test_the_whole_way():
+    made = batch(3)
+    boxes(made, 1).zero_()
+    found = locator(made)
+    assert found.origin.op == 'log' and found.failed == 'loss'
+    assert found.origin.site.source.startswith(__file__)
+    assert {image['img_path'] for image in found.images} == {'1.jpg'}
+    assert locator(batch(2)).replay == (
+        'the failure did not come again in a replay')
+
+
+def test_a_search_that_fails_is_told_and_raises_nothing():
+    made = batch(2)
+    boxes(made, 1).zero_()
+    import threading
+    made['data_samples'][0].set_field(threading.Lock(), 'lock')
+    found = locator(made)
+    assert 'raised TypeError' in found.replay
+
+
+def test_a_batch_that_was_written_to_is_not_replayed():
+    model = Detector()
+    made = batch(2)
+    kept = KeptBatch(made)
+    boxes(made, 0).mul_(2)
+    found = Locator(model, Transaction(model), Host()).find(
+        Forward(kept, Rng(), False), None, 1., WatchedBuffers(model))
+    assert 'has written to the batch' in found.replay
+
+
+@pytest.mark.parametrize('others', [0, 1, 3, 50])
+def test_all_processes_make_as_many_replays(others):
+    """Another rank wants some more, or fewer."""
+    rounds = []
+
+    def agree(wanted):
+        rounds.append(wanted)
+        return [0] if wanted or len(rounds) <= others else []
+
+    made = batch(2)
+    boxes(made, 1).zero_()
+    found = locator(made, agree=agree)
+    assert found.origin.op == 'log'
+    mine = sum(rounds)
+    assert len(rounds) == max(mine, min(others, 9)) + (others < 50)
