@@ -120,7 +120,8 @@ def main() -> None:
     register_all_modules()
     batch = demo_mm_inputs(2, (3, 240, 320), num_items=[5, 5], num_classes=3)
     model = detector()
-    print('| fault | failing step, in healthy steps | replays |\n|---|---|---|')
+    print('| fault | failing step, in healthy steps | replays |')
+    print('|---|---|---|')
     for name, spoil in FAULTS.items():
         healthy, seconds, count = _incident(model, batch, spoil)
         print(f'| {name} | {seconds / healthy:.1f} | {count} |', flush=True)

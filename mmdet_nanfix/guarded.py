@@ -203,8 +203,7 @@ class Guarded(OptimWrapper):
         """The model's own training step, with nothing in it that steps."""
         model: Any = self._guard.model if self._guard else None
         # Of the class: an instance may hold a compiled one.
-        type(model).train_step(model, batch, optim_wrapper=_StandIn(
-            self, on_loss))
+        type(model).train_step(model, batch, _StandIn(self, on_loss))
 
     def _hub_undo(self) -> Callable[[], Undo]:
         """Take back what a forward writes to the message hub.

@@ -27,7 +27,7 @@ from .finite import can_be_checked
 from .provenance import Provenance, Record, is_finite
 from .replay import Forward, Host, Outcome, Replays, can_replay
 from .sites import Sites
-from .transaction import Transaction
+from .transaction import Transaction, cuda_devices, has_room
 from .trial import num_classes_of
 
 __all__ = ['Findings', 'Locator', 'Request', 'search']
@@ -242,6 +242,50 @@ def _named(blamed: Sequence[Any]) -> str:
 Agree = Callable[[bool], List[int]]
 
 
+class _Steps:
+    """A search that never raises: what fails in it ends it.
+
+    A batch that cannot be copied, a sample of an unknown kind: that must
+    not end the training, nor leave other processes waiting.
+
+    Attributes:
+        request: The replay that is asked for, or None at the end.
+        found: What was found; complete at the end.
+        images: Of the batch.
+    """
+
+    def __init__(self, model: nn.Module, kept: KeptBatch,
+                 good: Optional[KeptBatch]) -> None:
+        self.request: Optional[Request] = None
+        self.found = Findings()
+        self.images = Images({})
+        self._model = model
+        self._advance(lambda: self._begin(kept, good))
+
+    def _begin(self, kept: KeptBatch, good: Optional[KeptBatch]) -> Request:
+        # A copy: both may be the same containers with other contents.
+        other = Images(copy.deepcopy(good.put_back())) if good else None
+        self.images = Images(kept.put_back())
+        self._steps = search(self.images, other, num_classes_of(self._model))
+        return next(self._steps)
+
+    def take(self, outcome: Outcome) -> None:
+        """Go on with the outcome of what was asked for."""
+        if self.request is not None:
+            self._advance(lambda: self._steps.send(outcome))
+
+    def _advance(self, ask: Callable[[], Request]) -> None:
+        self.request = None
+        try:
+            self.request = ask()
+        except StopIteration as done:
+            self.found = done.value
+        except Exception as error:
+            text = ' '.join(str(error).split())[:200]
+            self.found = Findings(
+                replay=f'the search raised {type(error).__name__}: {text}')
+
+
 class Locator:
     """Makes the replays that a search asks for.
 
@@ -274,49 +318,45 @@ class Locator:
             generators are as they were.
         """
         kept = forward.batch
-        if not can_replay():
-            return Findings(replay='this torch is too old for it')
-        if not kept.can_be_had:
-            return Findings(replay='the model has written to the batch')
+        reason = self._reason(kept, alone=agree is None)
+        if agree(reason is not None) if agree else reason:
+            return Findings(replay=reason or 'another rank cannot')
         after = KeptBatch(kept.value)
         try:
             return self._drive(forward, good, scale, buffers, agree)
-        except Exception as error:
-            # A batch that cannot be copied, a sample of an unknown kind: a
-            # search that fails must not end the training.
-            text = ' '.join(str(error).split())[:200]
-            return Findings(
-                replay=f'the search raised {type(error).__name__}: {text}')
         finally:
             after.put_back()
+
+    def _reason(self, kept: KeptBatch, alone: bool) -> Optional[str]:
+        """Why a replay cannot be made, or None."""
+        if not can_replay():
+            return 'this torch is too old for it'
+        if not kept.can_be_had:
+            return 'the model has written to the batch'
+        if not alone and not has_room(cuda_devices(self._model)):
+            # Several processes: one that runs out leaves the others waiting.
+            return 'there is not enough memory'
+        return None
 
     def _drive(self, forward: Forward, good: Optional[KeptBatch],
                scale: float, buffers: WatchedBuffers,
                agree: Optional[Agree]) -> Findings:
         kept = forward.batch
-        # A copy: both may be the same containers with other contents.
-        other = Images(copy.deepcopy(good.put_back())) if good else None
-        images = Images(kept.put_back())
-        steps = search(images, other, num_classes_of(self._model))
-        found = Findings()
-        request: Optional[Request] = next(steps)
+        steps = _Steps(self._model, kept, good)
         for _ in range(_ROUNDS):
-            if not (agree(request is not None) if agree else request):
+            wanted = steps.request is not None
+            if not (agree(wanted) if agree else wanted):
                 break
-            asked = request or Request()
-            probe = self._probe(images, kept, buffers, asked) if (
+            asked = steps.request or Request()
+            probe = self._probe(steps.images, kept, buffers, asked) if (
                 asked.probe or asked.mended) else None
             outcome = self._replays.run(
                 forward, kept.put_back() if asked.batch is None else (
                     asked.batch), scale, buffers.watched(), probe,
                 backward=agree is not None)
             kept.put_back()
-            if request is not None:
-                try:
-                    request = steps.send(outcome)
-                except StopIteration as done:
-                    found, request = done.value, None
-        return found
+            steps.take(outcome)
+        return steps.found
 
     def _probe(self, images: Images, kept: KeptBatch,
                buffers: WatchedBuffers, asked: Request) -> Provenance:

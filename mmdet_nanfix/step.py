@@ -35,6 +35,7 @@ from .heads import Parts, loss_terms
 from .locate import Findings, Locator
 from .picture import Undo
 from .policy import LossScale, StopRule
+from .precision import not_compiled
 from .records import Counts, Incident, LossScaleChange
 from .replay import Forward, Host
 from .sites import Site
@@ -212,9 +213,11 @@ class GuardedStep:
                 self._forward = Forward(KeptBatch(batch, self._copies), rng,
                                         whole_step)
 
+        @not_compiled
         def keep_data(module: nn.Module, args: Any, kwargs: Any) -> None:
             keep(True, args[0] if args else kwargs.get('data'))
 
+        @not_compiled
         def keep_arguments(module: nn.Module, args: Any, kwargs: Any
                            ) -> None:
             keep(False, {**dict(enumerate(args)), **kwargs})
@@ -367,6 +370,8 @@ class GuardedStep:
             where.phase == 'buffers') else None
         self._transaction.rollback()
         found = self._find(micro, before)
+        if ranks and self._rank not in ranks:
+            found.replay = 'it began on another rank'
         if found.outcome is not None:
             parts.note_sites({
                 key: [site.module for site in sites]

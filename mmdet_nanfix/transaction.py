@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from .picture import Changes, Picture, Undo
 
-__all__ = ['Averages', 'Rng', 'Store', 'Transaction']
+__all__ = [
+    'Averages', 'Rng', 'Store', 'Transaction', 'cuda_devices', 'has_room'
+]
 
 
 class Rng:
@@ -60,6 +62,22 @@ def cuda_devices(model: nn.Module) -> List[int]:
     return sorted({parameter.device.index or 0
                    for parameter in model.parameters()
                    if parameter.device.type == 'cuda'})
+
+
+def has_room(devices: Iterable[int]) -> bool:
+    """Whether CUDA devices have the memory for one more step like the last.
+
+    What the allocator has at hand or the device has left, against the peak
+    of the steps so far. True for no devices.
+    """
+    for device in devices:
+        allocated = torch.cuda.memory_allocated(device)
+        needed = torch.cuda.max_memory_allocated(device) - allocated
+        left = torch.cuda.mem_get_info(device)[0] + (
+            torch.cuda.memory_reserved(device) - allocated)
+        if left < needed:
+            return False
+    return True
 
 
 class Store:

@@ -240,15 +240,39 @@ def test_a_batch_that_was_written_to_is_not_replayed():
 @pytest.mark.parametrize('others', [0, 1, 3, 50])
 def test_all_processes_make_as_many_replays(others):
     """Another rank wants some more, or fewer."""
-    rounds = []
+    unable, rounds = [], []
 
-    def agree(wanted):
-        rounds.append(wanted)
-        return [0] if wanted or len(rounds) <= others else []
+    def agree(flag):
+        if not unable:
+            unable.append(flag)
+            return []
+        rounds.append(flag)
+        return [0] if flag or len(rounds) <= others else []
 
     made = batch(2)
     boxes(made, 1).zero_()
     found = locator(made, agree=agree)
-    assert found.origin.op == 'log'
-    mine = sum(rounds)
-    assert len(rounds) == max(mine, min(others, 9)) + (others < 50)
+    assert found.origin.op == 'log' and unable == [False]
+    assert len(rounds) == max(sum(rounds), min(others, 9)) + (others < 50)
+
+
+def test_a_search_that_fails_on_one_rank_keeps_step_with_the_others():
+    asked = []
+
+    def agree(flag):
+        asked.append(flag)
+        return [] if len(asked) in (1, 4) else [1]
+
+    made = batch(2)
+    boxes(made, 1).zero_()
+    import threading
+    made['data_samples'][0].set_field(threading.Lock(), 'lock')
+    assert 'raised TypeError' in locator(made, agree=agree).replay
+    assert asked[:2] == [False, True] and len(asked) == 4
+
+
+def test_where_one_rank_cannot_none_does():
+    made = batch(2)
+    boxes(made, 1).zero_()
+    assert locator(made, agree=lambda flag: [1]).replay == (
+        'another rank cannot')
