@@ -4,10 +4,12 @@
 at the input of each head and of each loss, as in ``bench/families.md``.
 """
 import argparse
+import copy
 import os
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import mmdet
+import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
@@ -19,10 +21,8 @@ from torch import Tensor, nn
 
 import mmdet_nanfix  # noqa: F401  registers
 
-__all__ = [
-    'FAMILIES', 'OTHERS', 'REFUSED', 'batch_for', 'build', 'has_masks',
-    'train'
-]
+__all__ = ['FAMILIES', 'OTHERS', 'REFUSED', 'batch_for', 'build',
+           'has_masks', 'samples_of', 'train']
 
 # By name: kind, and the config below MMDetection's own ``configs/``.
 FAMILIES = {
@@ -59,6 +59,15 @@ REFUSED = {
 }
 # The fault suite trains these too.
 OTHERS = {
+    'condinst': 'condinst/condinst_r50_fpn_ms-poly-90k_coco_instance',
+    'grid_rcnn': 'grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco',
+    'htc': 'htc/htc_r50_fpn_1x_coco',
+    'mask2former': 'mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic',
+    'point_rend': 'point_rend/point-rend_r50-caffe_fpn_ms-1x_coco',
+    'soft_teacher': 'soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_'
+                    '180k_semi-0.1-coco',
+    'solo': 'solo/solo_r50_fpn_1x_coco',
+    'sparse_rcnn': 'sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco',
     'ssdlite': 'ssd/ssdlite_mobilenetv2-scratch_8xb24-600e_coco',
 }
 _NARROW = {256: 64, 512: 128, 1024: 256, 2048: 512}
@@ -66,14 +75,17 @@ _NARROW = {256: 64, 512: 128, 1024: 256, 2048: 512}
 
 def _shrink(model: Any) -> None:
     """A ResNet of 18 layers, from scratch, BatchNorm trained."""
+    if 'detector' in model:  # student and teacher
+        _shrink(model.detector)
+        return
     backbone = model.backbone
     backbone.init_cfg = None
     if backbone.type == 'ResNet' and backbone.depth == 50:
         backbone.update(depth=18, frozen_stages=-1, norm_eval=False,
                         style='pytorch')
         backbone.norm_cfg = dict(type='BN', requires_grad=True)
-        model.neck.in_channels = [
-            _NARROW[width] for width in model.neck.in_channels]
+        after = model.get('neck') or model.panoptic_head
+        after.in_channels = [_NARROW[width] for width in after.in_channels]
     if model.get('data_preprocessor', {}).get('batch_augments'):
         model.data_preprocessor.batch_augments = None
     if model.get('num_queries', 0) > 300:
@@ -105,15 +117,45 @@ def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
 
 
 def batch_for(model: nn.Module, size: int = 128) -> Dict[str, Any]:
-    """Two images with boxes and masks, the same each time."""
-    return demo_mm_inputs(2, (3, size, size), num_items=[3, 4],
-                          num_classes=80, with_mask=has_masks(model))
+    """Two images with boxes and what else a model learns, always the same.
+
+    A teacher and its student get the second image, without its boxes.
+    """
+    parts = {name.rpartition('.')[2] for name, _ in model.named_modules()}
+    np.random.seed(0)  # of the semantic map alone
+    batch = demo_mm_inputs(
+        2, (3, size, size), num_items=[3, 4], num_classes=80,
+        with_mask=has_masks(model),
+        with_semantic=bool({'semantic_head', 'panoptic_head'} & parts))
+    return _branches(batch) if 'teacher' in parts else batch
 
 
 def has_masks(model: nn.Module) -> bool:
     """Whether a model learns masks."""
-    return hasattr(model, 'mask_head') or hasattr(
-        getattr(model, 'roi_head', None), 'mask_head')
+    return any(name.endswith(('mask_head', 'panoptic_head'))
+               for name, _ in model.named_modules())
+
+
+def _branches(batch: Dict[str, Any]) -> Dict[str, Any]:
+    """One image with annotations, the other one twice without."""
+    sample = batch['data_samples'][1]
+    sample.set_metainfo(dict(homography_matrix=np.eye(3, dtype=np.float32)))
+    del sample.gt_instances, sample.ignored_instances
+    out: Dict[str, Any] = {}
+    for key, (labelled, bare) in batch.items():
+        out[key] = {'sup': [labelled, None],
+                    'unsup_teacher': [None, copy.deepcopy(bare)],
+                    'unsup_student': [None, copy.deepcopy(bare)]}
+    return out
+
+
+def samples_of(batch: Dict[str, Any]) -> Iterator[Tuple[int, Any]]:
+    """Data samples with their place in the batch, of every branch."""
+    samples = batch['data_samples']
+    for branch in samples.values() if isinstance(samples, dict) else [samples]:
+        for index, sample in enumerate(branch):
+            if sample is not None:
+                yield index, sample
 
 
 def _dtypes(value: Any) -> Iterator[str]:

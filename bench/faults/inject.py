@@ -42,10 +42,17 @@ def _change(tensor: Tensor, fault: Fault) -> None:
 
 def _pixels(fault: Fault, model: nn.Module, wrapper: Any,
             batch: Batch) -> None:
-    """Pixels of one image; all become floats, as after ``ToFloat32``."""
-    images: List[Tensor] = [image.float() for image in batch['inputs']]
+    """Pixels of one image; all become floats, as after ``ToFloat32``.
+
+    With ``branch`` those of one branch of a semi-supervised batch.
+    """
+    images: List[Optional[Tensor]] = batch['inputs']
+    if 'branch' in fault:
+        images = batch['inputs'][fault['branch']]
+    # A branch has None where a sample is of another one.
+    images[:] = [None if image is None else image.float()
+                 for image in images]
     _change(images[fault['sample']], fault)
-    batch['inputs'] = images
 
 
 def _box(fault: Fault, model: nn.Module, wrapper: Any, batch: Batch) -> None:

@@ -2,8 +2,10 @@
 
 ``python bench/faults/run.py [CASE ...]`` prints a table. A case is a file in
 ``cases/``: what the fault is, and where the first non-finite number that
-reaches a loss or a gradient comes from by the text of the hosts' code. A
-column passes where 95 % of what the cases say of it is so.
+reaches a loss or a gradient comes from by the text of the hosts' code. Its
+``step`` is the forward in which that number comes up; with ``accumulate`` the
+log tells of it where the window of that forward ends. A column passes where
+95 % of what the cases say of it is so.
 """
 import argparse
 import copy
@@ -37,8 +39,9 @@ COLUMNS = ('found', 'head', 'phase', 'operation', 'source', 'image')
 PASS = 95.
 Case = Dict[str, Any]
 Incident = Dict[str, Any]
-_DEFAULTS = dict(precision='float16', loss_scale=64., step=2,
-                 optimizer=dict(type='SGD', lr=1e-4), nanfix={}, config={})
+_DEFAULTS = dict(precision='float16', loss_scale=64., step=2, accumulate=1,
+                 samples=2, optimizer=dict(type='SGD', lr=1e-4), nanfix={},
+                 config={})
 
 
 def load(path: str) -> Case:
@@ -54,29 +57,40 @@ def setup(case: Case) -> Tuple[nn.Module, Any, Dict[str, Any]]:
     if case['fault']['kind'] == 'settings':
         settings.update(case['fault']['values'])
     wrapper = dict(type='NanSafeOptimWrapper', nanfix=settings,
+                   accumulative_counts=case['accumulate'],
                    optimizer=case['optimizer'])
     if case['precision'] != 'float32':
         wrapper.update(type='NanSafeAmpOptimWrapper',
                        dtype=case['precision'],
                        loss_scale=case['loss_scale'])
     batch = families.batch_for(model)
-    for index, sample in enumerate(batch['data_samples']):
+    if case['samples'] == 1:
+        batch = {key: values[:1] for key, values in batch.items()}
+    for index, sample in families.samples_of(batch):
         sample.set_metainfo(dict(img_path=f'img{index}.jpg', img_id=index))
     return model, build_optim_wrapper(model, wrapper), batch
 
 
 def steps(case: Case, model: nn.Module, wrapper: Any,
           batch: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
-    """Yield the batch of each step, the fault let in when it is time."""
+    """Yield the batch of each forward, the fault let in when it is time.
+
+    To the end of the window of the step in which it shows.
+    """
     fault = case['fault']
     enters = case['step'] - (fault['kind'] in BEFORE_UPDATE)
-    for step in range(1, case['step'] + 1):
+    for step in range(1, window_end(case) + 1):
         # As in a Runner: iterations that are done.
         MessageHub.get_current_instance().update_info('iter', step - 1)
         now = copy.deepcopy(batch)
         if step == enters:
             inject(fault, model, wrapper, now)
         yield now
+
+
+def window_end(case: Case) -> int:
+    """The iteration that the log says: where its window is decided on."""
+    return -(-case['step'] // case['accumulate']) * case['accumulate']
 
 
 def run(case: Case) -> List[Incident]:
@@ -107,7 +121,7 @@ def run(case: Case) -> List[Incident]:
 
 def first(case: Case, incidents: Sequence[Incident]) -> Optional[Incident]:
     """The incident of the step in which the fault shows, if the first."""
-    if incidents and incidents[0]['iter'] == case['step']:
+    if incidents and incidents[0]['iter'] == window_end(case):
         return incidents[0]
     return None
 
