@@ -143,15 +143,19 @@ class Images:
             dict)
         for path, column in _columns(batch):
             self._groups[path[1:]][_top(path)] = column
-        self._rows: Dict[Group, List[Image]] = {}
+        # A branch has rows of its own and None for those of others.
+        self._rows: Dict[Group, List[Optional[Image]]] = {}
         for group, columns in self._groups.items():
             lengths = {len(column) for column in columns.values()}
             if len(lengths) == 1:
                 self._rows[group] = [
                     self._image(group, row) for row in range(lengths.pop())]
 
-    def _image(self, group: Group, row: int) -> Image:
-        for column in self._groups[group].values():
+    def _image(self, group: Group, row: int) -> Optional[Image]:
+        columns = self._groups[group].values()
+        if all(column[row] is None for column in columns):
+            return None
+        for column in columns:
             sample = column[row] if isinstance(column, list) else None
             path = getattr(sample, 'img_path', None)
             if path is not None:
@@ -163,7 +167,8 @@ class Images:
     def images(self) -> List[Image]:
         """All of them, each once."""
         return list(dict.fromkeys(
-            image for row in self._rows.values() for image in row))
+            image for row in self._rows.values() for image in row
+            if image is not None))
 
     def at(self, row: int) -> Optional[Image]:
         """The image of a row, where there is one branch only."""
@@ -183,7 +188,7 @@ class Images:
         return [(image, columns['inputs'][row])
                 for group, columns in self._groups.items()
                 for row, image in enumerate(self._rows.get(group, ()))
-                if 'inputs' in columns
+                if image is not None and 'inputs' in columns
                 and isinstance(columns['inputs'][row], Tensor)]
 
     def samples(self) -> Dict[Group, List[Any]]:
@@ -227,14 +232,16 @@ class Images:
         for path, column in list(_columns(batch)):
             group, rows = path[1:], self._rows.get(path[1:], [])
             wrong = [row for row, image in enumerate(rows) if image in gone]
-            good = [row for row in range(len(rows)) if row not in wrong]
+            good = [row for row, image in enumerate(rows)
+                    if image is not None and image not in gone]
             if not wrong:
                 continue
             source: Any = column
             if not good:
                 columns = other._groups.get(group, {}) if other else {}
                 source = columns.get(_top(path), ())
-                good = list(range(len(source)))
+                good = [row for row in range(len(source))
+                        if source[row] is not None]
             for count, row in enumerate(wrong):
                 if not good:
                     return None

@@ -67,11 +67,19 @@ def _first_backward(heads: Mapping[str, HeadState]) -> Optional[str]:
     return list(bad)[-1]
 
 
-def where_raised(raised: Raised, parts: Parts) -> Where:
-    """Where an exception was raised."""
+def where_raised(raised: Raised, parts: Parts,
+                 running: Optional[str] = None) -> Where:
+    """Where an exception was raised.
+
+    Args:
+        raised: It.
+        parts: Of the model.
+        running: The operation of torch that raised, where it was one.
+    """
     site = raised.site
     return Where(phase='loss' if site.in_loss else 'forward',
-                 module=site.module or None, op=raised.op,
+                 module=site.module or None,
+                 op=raised.op or running or site.function,
                  source=site.source, head=_owner(site, parts))
 
 

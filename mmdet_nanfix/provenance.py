@@ -162,6 +162,7 @@ class Provenance(TorchDispatchMode):
         index: Operations so far.
         seen: Operations so far that made something non-finite of what was
             not, on purpose or not, whatever became of it.
+        running: The operation that is under way, or that raised.
     """
 
     def __init__(self, sites: Sites,
@@ -171,6 +172,7 @@ class Provenance(TorchDispatchMode):
         super().__init__()
         self.index = 0
         self.seen = 0
+        self.running: Optional[str] = None
         self._sites = sites
         self._mended = frozenset(mended)
         # Storages that hold something bad, by address. A weak reference
@@ -299,7 +301,9 @@ class Provenance(TorchDispatchMode):
             if place in schema.writes]) if _is_floating(value)]
         held = [] if schema.name in _OVERWRITING else [
             value for value in written if self.of(value) is not None]
+        self.running = schema.name
         out = func(*args, **kwargs)
+        self.running = None
         self.index += 1
         if node is None:
             self._see_node(schema.name)

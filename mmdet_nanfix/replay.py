@@ -66,6 +66,7 @@ class Outcome:
         origins: Where it began, if it was looked for.
         error: Why there is no outcome, in words, or None.
         seen: Of the probe.
+        running: Of the probe, where something raised.
         owners: Sites along the graph of each loss, if looked for: the
             nearest first.
     """
@@ -74,6 +75,7 @@ class Outcome:
     origins: List[Record] = dataclasses.field(default_factory=list)
     error: Optional[str] = None
     seen: int = 0
+    running: Optional[str] = None
     owners: Dict[str, List[Site]] = dataclasses.field(default_factory=dict)
 
 
@@ -234,6 +236,8 @@ class _Run:
             self.outcome.error = 'ran out of memory'
             self.outcome.failed = None
             return
+        self.outcome.running = self._probe.running if (
+            self._probe is not None) else None
         self._fail('raised', list(self._at_hand(error)))
 
     def _at_hand(self, error: Exception) -> Iterator[Tensor]:

@@ -380,7 +380,8 @@ class GuardedStep:
         stop = self.stop.update(skipped=True)
         raised = micro.raised if micro else None
         if raised is not None and raised.error:
-            where = where_raised(raised, parts)
+            where = where_raised(raised, parts, found.outcome.running
+                                 if found.outcome is not None else None)
         incident = Incident(
             rank=self._rank,
             epoch=epoch,

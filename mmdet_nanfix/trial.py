@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .annotations import BadAnnotation, bad_annotations, repaired
-from .sites import Site, Sites
+from .sites import Site, Sites, is_library
 from .transaction import Rng
 
 __all__ = ['FiniteOnly', 'Raised', 'why']
@@ -104,7 +104,7 @@ class Raised:
 
     Attributes:
         error: Its type and text, on one line.
-        op: The function that raised.
+        op: The function of a library that was called there, or None.
         site: Where it was called from.
         bad: The annotations it was put down to; empty where it was
             non-finite numbers.
@@ -186,7 +186,10 @@ def num_classes_of(model: nn.Module) -> Optional[int]:
 
 def _describe(error: Exception, model: nn.Module,
               bad: List[BadAnnotation]) -> Raised:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    called = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        library = is_library(frame.f_code.co_filename)
+        called = (called or frame.f_code.co_name) if library else None
     text = ' '.join(str(error).split())
-    return Raised(f'{type(error).__name__}: {text}'[:500],
-                  frame.f_code.co_name, Sites(model).of_error(error), bad)
+    return Raised(f'{type(error).__name__}: {text}'[:500], called,
+                  Sites(model).of_error(error), bad)

@@ -158,3 +158,19 @@ def test_the_worst_annotation_comes_first():
     found = [bad.what for _, bad in Images(made).bad_annotations(3)]
     assert found == ['label 7 is outside of 0 to 2',
                      'box of zero size 0 x 4']
+
+
+def test_rows_of_other_branches_are_left_alone():
+    made = batch(2)
+    first, second = made['data_samples']
+    one, two = made['inputs']
+    mixed = {'inputs': dict(sup=[one, None], teacher=[None, two]),
+             'data_samples': dict(sup=[first, None], teacher=[None, second])}
+    images = Images(mixed)
+    assert [image.img_path for image in images.images] == ['0.jpg', '1.jpg']
+    assert len(images.pixels()) == 2
+    # Nothing else is in its branch, but in an earlier batch.
+    assert images.without(images.images[:1]) is None
+    other = images.without(images.images[:1], Images(mixed))
+    assert other['data_samples']['sup'][1] is None
+    assert images.bad_annotations(3) == []

@@ -1,7 +1,7 @@
 """The features of the masks leave half's range before a BatchNorm."""
 family = 'condinst'
 fault = dict(
-    kind='weight', factor=1e7,
+    kind='weight', factor=1e6,
     name='mask_head.mask_feature_head.conv_branch.1.conv.weight')
 expect = dict(
     phase='forward', head='mask_head.mask_feature_head',

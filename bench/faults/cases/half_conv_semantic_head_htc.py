@@ -5,7 +5,7 @@ config = {'train_cfg.rpn_proposal.max_per_img': 100,
           **{f'train_cfg.rcnn.{stage}.sampler.num': 16
              for stage in range(3)}}
 fault = dict(kind='weight', name='roi_head.semantic_head.convs.2.conv.weight',
-             factor=1e6)
+             factor=4e5)
 expect = dict(
     phase='forward', head='roi_head.semantic_head',
     op=['conv2d', 'convolution'], file='conv_module.py',
