@@ -120,22 +120,26 @@ def search(images: Images, last_good: Optional[Images],
 
 def _choose(outcome: Outcome, found: Findings
             ) -> Generator[Request, Outcome, None]:
-    """Of several origins, take one without which nothing fails."""
-    origins = outcome.origins
-    if not origins:
+    """Of several places, take one without which nothing fails."""
+    places: Dict[Any, List[Record]] = {}
+    for record in outcome.origins:
+        # A layer that is shared by levels is one place.
+        places.setdefault((record.op, record.site.source), []).append(record)
+    firsts = [records[0] for records in places.values()]
+    if not firsts:
         return
-    found.origin, found.others = origins[0], origins[1:6]
-    can_be_mended = [record for record in origins if record.given is None]
-    if len(origins) == 1 or any(record.given for record in origins):
+    found.origin, found.others = firsts[0], firsts[1:6]
+    if len(firsts) == 1 or any(record.given for record in firsts):
         return
-    for record in can_be_mended[:2]:
-        outcome = yield Request(mended=frozenset({record.index}))
+    for records in list(places.values())[:2]:
+        outcome = yield Request(mended=frozenset(
+            record.index for record in records))
         if outcome.error is None and outcome.failed is None:
-            found.tests.append(
-                f'with the result of {record.op} made finite nothing fails')
-            found.origin = record
-            found.others = [other for other in origins[:6]
-                            if other is not record]
+            found.origin = records[0]
+            found.tests.append(f'with the result of {found.origin.op} made '
+                               'finite nothing fails')
+            found.others = [other for other in firsts[:6]
+                            if other is not found.origin]
             return
 
 

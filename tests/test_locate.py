@@ -106,6 +106,17 @@ def test_of_several_origins_the_one_without_which_nothing_fails():
     assert found.origin is first and found.others == [second]
 
 
+def test_a_layer_that_levels_share_is_one_place():
+    origins = [record(index) for index in (3, 4, 5)]
+    found, requests = walk(Images(batch()), lambda request: 'loss', origins)
+    assert not any(request.mended for request in requests)
+    assert found.origin is origins[0] and found.others == []
+    other = record(9, 'other')
+    _, requests = walk(Images(batch()), lambda request: 'loss',
+                       [*origins, other])
+    assert [request.mended for request in requests[:2]] == [{3, 4, 5}, {9}]
+
+
 @pytest.mark.parametrize('kind', ['weight', 'buffer'])
 def test_bad_weights_and_buffers_need_no_more(kind):
     found, requests = walk(Images(batch()), lambda request: 'loss', [
