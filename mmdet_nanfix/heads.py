@@ -119,8 +119,10 @@ class Parts:
         for key, paths in modules.items():
             for path in paths:
                 owner = self.owner_of_name(f'{path}.') if path else ''
-                if owner and not any(part.startswith(f'{owner}.')
-                                     for part in self._names):
+                # A head of heads weights what they have computed.
+                if owner and not (path == owner and any(
+                        part.startswith(f'{owner}.')
+                        for part in self._names)):
                     self._sure[key] = owner
                     break
 

@@ -62,9 +62,13 @@ def where_in_words(record: Record) -> Optional[str]:
     level = where.get('level')
     if level is not None:
         at += f', feature level {level}'
+    op = origin['op']
+    if op == '_to_copy':
+        outputs = origin.get('outputs') or [{}]
+        op = f'a cast to {outputs[0].get("dtype")}'
     if origin.get('in_backward'):
-        return f'the gradient of {origin["op"]} in {place} is {kind}{at}'
-    return f'{origin["op"]} in {place} gave {kind}{at}'
+        return f'the gradient of {op} in {place} is {kind}{at}'
+    return f'{op} in {place} gave {kind}{at}'
 
 
 def _images(record: Record) -> List[str]:
@@ -156,7 +160,10 @@ def paragraph(record: Record, width: int = 79) -> str:
         text.append(f'It began {"in " + head if head else "before any head"}:'
                     f' {began}.')
         text.append(_values('What went in:', origin.get('inputs') or []))
-        text.append(_values('What came out:', origin.get('outputs') or []))
+        outputs = origin.get('outputs') or []
+        text.append(_values('What came out:', outputs))
+        if any(value.get('dtype') == 'float16' for value in outputs):
+            text.append('float16 ends at 65504.')
     elif record.get('replay'):
         text.append(f'Where it began is not known: {record["replay"]}.')
     blamed = _images(record)
