@@ -364,14 +364,16 @@ class Locator:
 
     def _probe(self, images: Images, kept: KeptBatch,
                buffers: WatchedBuffers, asked: Request) -> Provenance:
-        pixels = {tensor.untyped_storage()._cdata: image
-                  for image, tensor in images.pixels()}
+        pixels: Dict[int, str] = {}
+        for image, tensor in images.pixels():
+            place = tensor.untyped_storage()._cdata
+            pixels[place] = 'the batch' if place in pixels else (
+                image.to_image()['img_path'])
         given = []
         for tensor in kept.tensors:
-            image = pixels.get(tensor.untyped_storage()._cdata)
+            name = pixels.get(tensor.untyped_storage()._cdata)
             given.append(('annotation', 'an annotation', tensor)
-                         if image is None else
-                         ('input', str(image.img_path), tensor))
+                         if name is None else ('input', name, tensor))
         given += [('weight', name, tensor) for name, tensor
                   in self._model.named_parameters()]
         given += [('buffer', name, tensor) for name, tensor

@@ -73,11 +73,14 @@ def where_in_words(record: Record) -> Optional[str]:
 
 def _images(record: Record) -> List[str]:
     said = []
-    for image in record.get('images') or ():
+    images = record.get('images') or []
+    for image in images[:3]:
         path, bad = image.get('img_path'), image.get('annotation')
         said.append(f'image {path}' if bad is None else
                     f'annotation {bad.get("index")} of {path} '
                     f'({bad.get("what")})')
+    if len(images) > 3:
+        said.append(f'{len(images) - 3} more')
     return said
 
 

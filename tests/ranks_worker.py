@@ -156,7 +156,8 @@ def case_named(rank, out):
     name = 'incidents.jsonl' if rank == 0 else 'incidents_rank1.jsonl'
     (record, ) = read_log(os.path.join(out, f'{rank}', 'nanfix', name))
     return {'ranks': record['ranks'], 'rank': record['rank'],
-            'heads': record['heads']['rpn_head']['bad_losses']}
+            'heads': record['heads']['rpn_head']['bad_losses'],
+            'op': record['where']['op'], 'replay': record['replay']}
 
 
 def case_stop(rank, out):

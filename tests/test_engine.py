@@ -337,10 +337,10 @@ def test_layers_unfrozen_later_are_in_the_table(toy):
         ('backward', 'roi_head.bbox_head')]
 
 
-def test_where_all_heads_are_bad_none_is_blamed(toy):
+def test_an_input_that_spoils_all_heads_is_named_and_no_head(toy):
     wrapper = wrap(toy)
     train(toy, wrapper, toy_batch(x=math.nan))
-    assert list(wrapper._journal.summary.rows) == [('loss', '?')]
+    assert list(wrapper._journal.summary.rows) == [('input', '?')]
 
 
 def test_a_visualizer_that_fails_never_stops_training(toy, said, monkeypatch):

@@ -63,8 +63,11 @@ def test_no_collective_more_in_a_healthy_step(together):
 
 def test_the_rank_where_it_began_is_named(together):
     first, second = together('named')
-    assert first == dict(ranks=[1], rank=0, heads=[])
-    assert second == dict(ranks=[1], rank=1, heads=['loss_first'])
+    assert first == dict(ranks=[1], rank=0, heads=[], op=None,
+                         replay='it began on another rank')
+    # A loss times the NaN that the toy was given.
+    assert second == dict(ranks=[1], rank=1, heads=['loss_first'], op='mul',
+                          replay=None)
 
 
 def test_all_ranks_stop_together(together):

@@ -282,3 +282,59 @@ def test_with_several_ranks_an_exception_is_raised():
                         clock=lambda: (1, 1), agree=lambda bad: [0])
     with pytest.raises(ValueError, match='invalid numeric'):
         go(guard, x=torch.ones(2, 2) * math.nan)
+
+
+class Short(torch.nn.Module):
+    """There is memory for a step, and none for a probe around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        if torch.utils._python_dispatch._get_current_dispatch_mode():
+            raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+        return {'loss': self.head(x).mean()}
+
+
+def test_a_replay_without_memory_is_said_and_training_goes_on():
+    guard = guard_of(Short())
+    verdicts = [go(guard, x=torch.full((3, 2), x))
+                for x in (1., math.inf, 1.)]
+    assert [verdict.incident is None for verdict in verdicts] == [
+        True, False, True]
+    incident = verdicts[1].incident
+    assert incident.replay == 'the replay ran out of memory'
+    assert incident.origin is None and incident.where.phase == 'loss'
+
+
+@pytest.mark.parametrize('most, told', [(0, 0), (2, 2), (None, 4)])
+def test_so_many_incidents_are_looked_into(toy, most, told):
+    optimizer = torch.optim.SGD(toy.parameters(), .1)
+    guard = GuardedStep(toy, optimizer, LossScale(LossScaleSettings()),
+                        StopRule(), clock=lambda: (1, 5), max_incidents=most)
+    found = [run(guard, toy_batch(box=math.inf)).incident for _ in range(4)]
+    assert [incident.origin is not None for incident in found] == (
+        [True] * told + [False] * (4 - told))
+    assert all(incident.replay == 'there were too many before'
+               for incident in found[told:])
+
+
+def test_a_healthy_step_can_be_looked_at_again():
+    guard = guard_of(Running())
+    assert guard.look_again().replay == 'no step was accepted yet'
+    go(guard, x=torch.ones(3, 2))
+    found = guard.look_again()
+    assert found.origin is None and 'did not come again' in found.replay
+
+
+def test_the_next_window_gets_a_fresh_gradient():
+    """What a replay went back through is gone."""
+    guard = guard_of(Running())
+    x = torch.ones(3, 2)
+    go(guard, x=x)
+    expected = guard.model.head.weight.grad.clone()
+    go(guard, x=x * math.inf)
+    assert all(p.grad is None for p in guard.model.parameters())
+    go(guard, x=x)
+    assert torch.equal(guard.model.head.weight.grad, expected)

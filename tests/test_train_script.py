@@ -3,6 +3,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,10 @@ def test_amp_flag_writes_the_per_head_log(tiny_config, tmp_path):
     for record in records:
         assert record['where']['phase'] == 'backward'
         assert record['where']['head'] == 'roi_head.bbox_head'
+        assert record['where']['op'] == 'linear'
+        assert '/bbox_heads/convfc_bbox_head.py:' in (
+            record['where']['source'])
+        assert record['replay'] is None
         heads = record['heads']
         assert heads['rpn_head']['bad_grads'] == []
         assert set(heads['rpn_head']['losses']) == {'loss_rpn_cls',
@@ -104,6 +109,36 @@ def test_a_bad_forward_names_the_head_and_the_loss(tiny_config, tmp_path):
         'loss_bbox']
     assert record['heads']['rpn_head']['bad_losses'] == []
     assert record['loss_scale'] == dict(before=256., after=256.)
+    # The weight times a sum that still fits fp32.
+    assert record['where']['op'] == 'mul'
+    assert '/losses/' in record['where']['source']
+
+
+def test_a_bad_box_in_the_data_is_named(tiny_config, tmp_path):
+    """By its file and index, from the annotation file to the log."""
+    cfg = tiny_config
+    folder = tmp_path / 'data'
+    shutil.copytree(cfg.train_dataloader.dataset.data_root, folder)
+    with open(folder / 'train.json') as file:
+        data = json.load(file)
+    victim = next(item for item in data['annotations']
+                  if item['image_id'] == 5)
+    victim['bbox'][2] = 1e30
+    with open(folder / 'train.json', 'w') as file:
+        json.dump(data, file)
+    cfg.train_dataloader.dataset.data_root = f'{folder}/'
+    # Cut to the frame, it would be a box like any other.
+    load, resize = cfg.train_dataloader.dataset.pipeline[1:3]
+    assert load.type == 'LoadAnnotations' and resize.type == 'Resize'
+    resize.clip_object_border = False
+    Runner.from_cfg(cfg).train()
+    (log, ) = find_logs(tmp_path)
+    blamed = [image for record in read_log(log)
+              for image in record['images'] or []]
+    assert {os.path.basename(image['img_path']) for image in blamed} == {
+        '005.png'}
+    assert all('in a frame of' in image['annotation']['what']
+               for image in blamed)
 
 
 def test_early_stopping_ends_with_the_table_too(tiny_config, tmp_path):

@@ -91,3 +91,10 @@ def test_why_nothing_was_found_is_said():
     ('/nowhere/else/x.py:3', '/nowhere/else/x.py:3'), ('x.py:3', 'x.py:3')])
 def test_sources_are_short(source, short):
     assert short_source(source) == short
+
+
+def test_a_whole_batch_is_not_listed():
+    images = [dict(img_path=f'{index}.jpg', annotation=None)
+              for index in range(16)]
+    line = one_line(record(images=images))
+    assert 'image 2.jpg, 13 more;' in line and '3.jpg' not in line
