@@ -17,6 +17,7 @@ hosts                 one host each
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
+``watch``             what a model is given and makes of it in one forward
 ``evidence``          what a failed step shows, and where it began
 ``locate``            the search for operation, image and annotation
 ``replay``            a failing forward and its backward, once more

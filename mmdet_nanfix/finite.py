@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    'Anchor', 'bad_tensors', 'can_be_checked', 'flag_of', 'kind_of',
-    'leaves_of'
+    'Anchor', 'bad_tensors', 'can_be_checked', 'describe', 'flag_of',
+    'is_finite', 'kind_of', 'leaves_of'
 ]
 
 
@@ -184,3 +184,30 @@ def flag_of(tensors: Sequence[Tensor], device: torch.device
 def kind_of(value: float) -> Optional[str]:
     """``nan``, ``inf`` or ``-inf``; None for a finite number."""
     return None if math.isfinite(value) else str(value)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all is finite; one read, and no copy of the tensor."""
+    try:
+        # A NaN is both; several times faster than isfinite.
+        low, high = torch.aminmax(tensor.detach())
+    except (RuntimeError, NotImplementedError):
+        return bool(torch.isfinite(tensor).all())
+    return bool(math.isfinite(low) and math.isfinite(high))
+
+
+def describe(tensor: Tensor) -> Dict[str, Any]:
+    """Shape, dtype, the largest finite magnitude, counts of NaN, inf and -inf.
+
+    Reads from the device.
+    """
+    value = tensor.detach()
+    finite = value[torch.isfinite(value)]
+    return {
+        'shape': list(value.shape),
+        'dtype': str(value.dtype)[len('torch.'):],
+        'amax': float(finite.abs().max()) if finite.numel() else None,
+        'nan': int(value.isnan().sum()),
+        'inf': int(value.isposinf().sum()),
+        '-inf': int(value.isneginf().sum()),
+    }

@@ -23,8 +23,8 @@ from torch import nn
 
 from .batches import Image, Images, KeptBatch
 from .buffers import WatchedBuffers
-from .finite import can_be_checked
-from .provenance import Provenance, Record, is_finite
+from .finite import can_be_checked, is_finite
+from .provenance import Provenance, Record
 from .replay import Forward, Host, Outcome, Replays, can_replay
 from .sites import Sites
 from .transaction import Transaction, cuda_devices, has_room

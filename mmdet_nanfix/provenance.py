@@ -35,10 +35,11 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from .finite import describe, is_finite
 from .half_ops import computing
 from .sites import Site, Sites
 
-__all__ = ['Provenance', 'Record', 'describe', 'is_finite']
+__all__ = ['Provenance', 'Record']
 
 # They return memory as they find it.
 _UNWRITTEN = frozenset({'empty', 'empty_like', 'empty_strided', 'new_empty',
@@ -60,33 +61,6 @@ def _is_floating(value: Any) -> bool:
     return (type(value) in _TENSORS and value.is_floating_point()
             and value.layout == torch.strided and value.numel() > 0
             and value.device.type != 'meta')
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all is finite; one read, and no copy of the tensor."""
-    try:
-        # A NaN is both; several times faster than isfinite.
-        low, high = torch.aminmax(tensor.detach())
-    except (RuntimeError, NotImplementedError):
-        return bool(torch.isfinite(tensor).all())
-    return bool(math.isfinite(low) and math.isfinite(high))
-
-
-def describe(tensor: Tensor) -> Dict[str, Any]:
-    """Shape, dtype, the largest finite magnitude, counts of NaN, inf and -inf.
-
-    Reads from the device.
-    """
-    value = tensor.detach()
-    finite = value[torch.isfinite(value)]
-    return {
-        'shape': list(value.shape),
-        'dtype': str(value.dtype)[len('torch.'):],
-        'amax': float(finite.abs().max()) if finite.numel() else None,
-        'nan': int(value.isnan().sum()),
-        'inf': int(value.isposinf().sum()),
-        '-inf': int(value.isneginf().sum()),
-    }
 
 
 @dataclasses.dataclass(eq=False)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from .batches import KeptBatch
-from .finite import bad_tensors
+from .finite import bad_tensors, is_finite
 from .heads import loss_terms
-from .provenance import Provenance, Record, is_finite
+from .provenance import Provenance, Record
 from .sites import Site, is_library
 from .transaction import Rng, Transaction
 

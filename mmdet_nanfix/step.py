@@ -5,14 +5,12 @@ asks it to judge each optimizer step. It knows tensors, not runners.
 """
 import contextlib
 import dataclasses
-import math
 from typing import (
     Any,
     Callable,
     Dict,
     Iterator,
     List,
-    Mapping,
     Optional,
     Sequence,
     Set,
@@ -22,7 +20,6 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
-from .batches import KeptBatch
 from .buffers import WatchedBuffers
 from .evidence import (
     first_look,
@@ -35,12 +32,12 @@ from .heads import Parts, loss_terms
 from .locate import Findings, Locator
 from .picture import Undo
 from .policy import LossScale, StopRule
-from .precision import not_compiled
 from .records import Counts, Incident, LossScaleChange
 from .replay import Forward, Host
 from .sites import Site
 from .transaction import Transaction
-from .trial import Raised, why
+from .trial import Raised
+from .watch import Watch
 
 __all__ = ['GuardedStep', 'Verdict']
 
@@ -134,15 +131,13 @@ class GuardedStep:
         self._optimizer = optimizer
         self._anchor = Anchor(self._optimized)
         self._known: Tuple[Any, Set[int]] = ((), set())
-        self._losses: Mapping[str, Any] = {}
         self._window: List[_MicroStep] = []
         self._transaction = Transaction(model, others)
-        self._raised: Optional[Raised] = None
+        self._seen = Watch(self._transaction)
         self._poison: List[Tensor] = []
         self._host = host or Host()
         self._locator = Locator(model, self._transaction, self._host)
         self._left = -1 if max_incidents is None else max_incidents
-        self._forward: Optional[Forward] = None
         self._copies = False
         self._good: Optional[Forward] = None
         self._bad_from_the_start = set(self._parts.bad_weights())
@@ -182,93 +177,20 @@ class GuardedStep:
         """Take in the losses that the model returns within this region.
 
         The region is the forward of one micro-step; the first of a window
-        begins the transaction. The hook is on the module for the length of
-        one forward, so that copies of the model never carry it. In a single
-        process a forward that raises because of non-finite numbers or of a
-        bad annotation returns a NaN loss instead.
+        begins the transaction. In a single process a forward that raises
+        because of non-finite numbers or of a bad annotation returns a NaN
+        loss instead.
 
         Args:
             module: What is called, if not the model itself.
         """
         self._transaction.begin()
-        self._losses, self._raised, self._poison = {}, None, []
-        self._forward = None
-        module = module or self.model
-        handles = [module.register_forward_hook(self._take),
-                   *self._keeping(module)]
-        try:
-            with self._catching(module) if self._agree is None else (
-                    contextlib.nullcontext()):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _keeping(self, module: nn.Module) -> List[Any]:
-        """Hooks that remember what the model is given, before it looks."""
-        rng = self._transaction.rng
-
-        def keep(whole_step: bool, batch: Any) -> None:
-            if self._forward is None:
-                self._forward = Forward(KeptBatch(batch, self._copies), rng,
-                                        whole_step)
-
-        @not_compiled
-        def keep_data(module: nn.Module, args: Any, kwargs: Any) -> None:
-            keep(True, args[0] if args else kwargs.get('data'))
-
-        @not_compiled
-        def keep_arguments(module: nn.Module, args: Any, kwargs: Any
-                           ) -> None:
-            keep(False, {**dict(enumerate(args)), **kwargs})
-
-        handles = [module.register_forward_pre_hook(
-            keep_arguments, with_kwargs=True)]
-        first = getattr(module, 'data_preprocessor', None)
-        if isinstance(first, nn.Module) and (
-                self._host.train_step is not None):
-            handles.append(first.register_forward_pre_hook(
-                keep_data, with_kwargs=True))
-        return handles
-
-    @contextlib.contextmanager
-    def _catching(self, module: nn.Module) -> Iterator[None]:
-        """Let the module's forward pass through :meth:`_try`."""
-        own = module.__dict__.get('forward')
-        forward = module.forward
-
-        def caught(*args: Any, **kwargs: Any) -> Any:
-            return self._try(module, forward, args, kwargs)
-
-        module.__dict__['forward'] = caught
-        try:
+        self._poison = []
+        self._seen = Watch(self._transaction, self._copies,
+                           steps=self._host.train_step is not None,
+                           catches=self._agree is None)
+        with self._seen.over(module or self.model):
             yield
-        finally:
-            if own is None:
-                del module.__dict__['forward']
-            else:
-                module.__dict__['forward'] = own
-
-    def _try(self, module: nn.Module, forward: Callable[..., Any],
-             args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        rng = self._transaction.rng_now()
-        try:
-            return forward(*args, **kwargs)
-        except Exception as error:
-            self._raised = why(error, module, forward, args, kwargs, rng,
-                               self._transaction.reset)
-            if self._raised is None:
-                raise
-            self._transaction.reset()
-        device = next((parameter.device for parameter in
-                       module.parameters()), torch.device('cpu'))
-        return {'loss': torch.full((), math.nan, device=device)}
-
-    def _take(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Mapping):
-            self._losses = output
 
     def attach(self, loss: Tensor) -> Optional[Tensor]:
         """Return what to call ``backward`` on; no device sync.
@@ -283,14 +205,14 @@ class GuardedStep:
         if self._window:
             self._parts.note_owners(self._window[-1].terms)
             self._window[-1] = _detached(self._window[-1])
-        terms = {} if self._raised else loss_terms(self._losses)
-        self._window.append(_MicroStep(loss, terms, self._raised,
-                                       self._forward))
-        if self._forward is not None:
+        seen, self._seen = self._seen, Watch(self._transaction)
+        terms = {} if seen.raised else loss_terms(seen.losses)
+        self._window.append(_MicroStep(loss, terms, seen.raised,
+                                       seen.forward))
+        if seen.forward is not None:
             # Once a model has written to a batch, batches are copied.
-            self._copies = self._copies or self._forward.batch.written_to
-        self._losses = {}
-        if self._raised is not None:
+            self._copies = self._copies or seen.forward.batch.written_to
+        if seen.raised is not None:
             return None
         flags = [self.buffers.flag(self._transaction.buffers(), loss.device),
                  *(flag.to(loss.device) for flag in self._poison)]

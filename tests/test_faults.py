@@ -44,6 +44,12 @@ def test_it_is_found(name):
     assert incidents[0]['replay'] is None
 
 
+def test_the_feature_level_is_told():
+    (incident, ) = faults.run(case_of('half_scale_level_gfl'))
+    assert incident['where']['level'] == 1
+    assert incident['where']['module'] == 'bbox_head.scales.1'
+
+
 def test_the_score_can_fail():
     case = case_of('half_conv_rpn_faster_rcnn')
     expect = case['expect']

@@ -8,7 +8,9 @@ from mmdet_nanfix.finite import (
     Anchor,
     bad_tensors,
     can_be_checked,
+    describe,
     flag_of,
+    is_finite,
     kind_of,
     leaves_of,
 )
@@ -191,3 +193,21 @@ def test_bad_tensors_are_found_in_one_go():
         assert not {'_to_copy', 'item'} & set(calls.by_name)
         counts.append(calls.total - calls.by_name['detach'])
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize('dtype', [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize('bad', [None, *BAD])
+def test_one_tensor_is_looked_at(dtype, bad):
+    values = torch.linspace(-3, 2, 40).to(dtype)
+    if bad is not None:
+        values[7] = bad
+    for tensor in (values, values.view(5, 8).t(), values.requires_grad_()):
+        assert is_finite(tensor) is (bad is None)
+    assert is_finite(torch.tensor(3, dtype=dtype))
+
+
+def test_a_description_counts_and_measures_what_is_finite():
+    said = describe(torch.tensor([[1., -4.], [math.nan, -math.inf]]))
+    assert said == {'shape': [2, 2], 'dtype': 'float32', 'amax': 4.,
+                    'nan': 1, 'inf': 0, '-inf': 1}

@@ -25,7 +25,7 @@ MODULES = {
                 'half_sampling', 'head_methods', 'heads', 'locate',
                 'loss_formulas', 'picture', 'precision', 'provenance',
                 'raisers', 'regions', 'replay', 'sites', 'step',
-                'transaction', 'trial'],
+                'transaction', 'trial', 'watch'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.provenance import Provenance, describe, is_finite
+from mmdet_nanfix.finite import describe, is_finite
+from mmdet_nanfix.provenance import Provenance
 from mmdet_nanfix.sites import Sites
 
 ZERO = torch.zeros(3)
