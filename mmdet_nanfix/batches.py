@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .annotations import BadAnnotation, bad_annotations, repaired
@@ -18,6 +19,7 @@ __all__ = ['Image', 'Images', 'KeptBatch']
 
 _ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray)
 _MANY = 20000
+_LONG = 100
 
 Group = Tuple[str, ...]
 
@@ -32,35 +34,53 @@ class KeptBatch:
 
     Args:
         value: The batch.
-        copies: Whether tensors are copied too, but for large ones.
+        copies: Whether tensors are copied too, but for large ones. Arrays
+            of numpy never are.
+
+    Attributes:
+        whole: Whether all of it was looked at; a batch of very many objects
+            is not.
     """
 
     def __init__(self, value: Any, copies: bool = False) -> None:
         self.value = value
+        self.whole = True
         self._held: List[Tuple[Any, Any]] = []
         self._versions: List[Tuple[Tensor, int, Optional[Tensor]]] = []
         seen: Set[int] = set()
         waiting = [value]
-        while waiting and len(seen) < _MANY:
+        for _ in range(_MANY):
+            if not waiting:
+                return
             item = waiting.pop()
             if isinstance(item, _ATOMS) or id(item) in seen:
                 continue
             seen.add(id(item))
             if isinstance(item, Tensor):
-                small = copies and item.numel() < 1 << 16
-                self._versions.append((
-                    item, item._version,
-                    item.detach().clone() if small else None))
+                self._tensor(item, copies)
             elif isinstance(item, dict):
                 self._held.append((item, dict(item)))
                 waiting.extend(item.values())
             elif isinstance(item, (list, set)):
                 self._held.append((item, item.copy()))
-                waiting.extend(item)
+                # A list of numbers can be long, and is kept already.
+                waiting.extend(item if len(item) < _LONG else (
+                    part for part in item if not isinstance(part, _ATOMS)))
             elif isinstance(item, tuple):
                 waiting.extend(item)
             elif hasattr(item, '__dict__') and not callable(item):
                 waiting.append(item.__dict__)
+        self.whole = not waiting
+
+    def _tensor(self, tensor: Tensor, copies: bool) -> None:
+        # What was made in inference mode cannot be written to here, and
+        # does not count who has.
+        if tensor.is_inference():
+            return
+        small = copies and tensor.numel() < 1 << 16 and (
+            torch._debug_has_internal_overlap(tensor) != 1)
+        self._versions.append((tensor, tensor._version,
+                               tensor.detach().clone() if small else None))
 
     @property
     def tensors(self) -> List[Tensor]:
@@ -76,8 +96,9 @@ class KeptBatch:
     @property
     def can_be_had(self) -> bool:
         """Whether it can be put back as it was."""
-        return all(tensor._version == version or before is not None
-                   for tensor, version, before in self._versions)
+        return self.whole and all(
+            tensor._version == version or before is not None
+            for tensor, version, before in self._versions)
 
     def put_back(self) -> Any:
         """The batch, as it was."""
@@ -89,7 +110,8 @@ class KeptBatch:
                 container.update(held)
         for index, (tensor, version, before) in enumerate(self._versions):
             if before is not None and tensor._version != version:
-                tensor.copy_(before)
+                with torch.no_grad():
+                    tensor.copy_(before)
                 self._versions[index] = (tensor, tensor._version, before)
         return self.value
 

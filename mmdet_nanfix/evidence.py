@@ -2,7 +2,15 @@
 
 First as far as it shows without a replay, then with what a replay has found.
 """
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 from .finite import kind_of
 from .heads import UNKNOWN, Parts
@@ -19,7 +27,8 @@ _GIVEN = {'input': 'input', 'annotation': 'input', 'weight': 'params',
 
 
 def first_look(parts: Parts, heads: Mapping[str, HeadState], loss_bad: bool,
-               bad_buffers: Sequence[str], flagged: bool) -> Where:
+               bad_buffers: Sequence[str], flagged: bool,
+               meant: Collection[str] = ()) -> Where:
     """Phase and head as far as they show without a replay.
 
     Args:
@@ -28,8 +37,9 @@ def first_look(parts: Parts, heads: Mapping[str, HeadState], loss_bad: bool,
         loss_bad: Whether a loss is not finite.
         bad_buffers: Names of buffers that are not.
         flagged: Whether a loss or a buffer is bad on any rank.
+        meant: Names of weights that hold infinities on purpose.
     """
-    weights = parts.bad_weights()
+    weights = [name for name in parts.bad_weights() if name not in meant]
     if weights:
         return Where(phase='params', module=weights[0].rpartition('.')[0],
                      head=parts.owner_of_name(weights[0]))

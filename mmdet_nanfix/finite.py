@@ -187,12 +187,21 @@ def kind_of(value: float) -> Optional[str]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all is finite; one read, and no copy of the tensor."""
+    """Whether all is finite; two reads, and no copy of the tensor.
+
+    True for a dtype that torch cannot tell it of.
+    """
+    value = tensor.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value)
     try:
         # A NaN is both; several times faster than isfinite.
-        low, high = torch.aminmax(tensor.detach())
+        low, high = torch.aminmax(value)
     except (RuntimeError, NotImplementedError):
-        return bool(torch.isfinite(tensor).all())
+        try:
+            return bool(torch.isfinite(value).all())
+        except (RuntimeError, NotImplementedError):
+            return True
     return bool(math.isfinite(low) and math.isfinite(high))
 
 
@@ -202,6 +211,8 @@ def describe(tensor: Tensor) -> Dict[str, Any]:
     Reads from the device.
     """
     value = tensor.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value)
     finite = value[torch.isfinite(value)]
     return {
         'shape': list(value.shape),

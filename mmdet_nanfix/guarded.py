@@ -78,7 +78,7 @@ class _StandIn(OptimWrapper):
     """
 
     def __init__(self, real: 'Guarded',
-                 on_loss: Callable[[Tensor], None]) -> None:
+                 on_loss: Callable[..., None]) -> None:
         self.__dict__.update(real.__dict__)
         self.__dict__.pop('step', None)
         self._real = real
@@ -99,7 +99,7 @@ class _StandIn(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Hand over the loss."""
         with self._real._switched():
-            self._on_loss(loss)
+            self._on_loss(loss, **kwargs)
 
     def step(self, **kwargs: Any) -> None:
         """Nothing moves."""
@@ -199,7 +199,7 @@ class Guarded(OptimWrapper):
             yield
 
     def _train_again(self, batch: Any,
-                     on_loss: Callable[[Tensor], None]) -> None:
+                     on_loss: Callable[..., None]) -> None:
         """The model's own training step, with nothing in it that steps."""
         model: Any = self._guard.model if self._guard else None
         # Of the class: an instance may hold a compiled one.

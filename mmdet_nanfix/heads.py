@@ -13,6 +13,7 @@ from typing import (
     List,
     Mapping,
     Optional,
+    Set,
     Tuple,
 )
 
@@ -173,6 +174,17 @@ class Parts:
         """
         return [self._weights[i][0] for i in bad_tensors(
             [parameter for _, parameter in self._weights])]
+
+    def infinite_constants(self) -> Set[str]:
+        """Names of parameters that hold infinities on purpose.
+
+        Not trained, and without a NaN: masks. One read, and one for each
+        bad parameter.
+        """
+        weights = dict(self._weights)
+        return {name for name in self.bad_weights()
+                if not weights[name].requires_grad
+                and not weights[name].isnan().any()}
 
 
 def _read(scalars: Mapping[str, Any]) -> Dict[str, float]:

@@ -11,6 +11,7 @@ import dataclasses
 from typing import (
     Any,
     Callable,
+    Collection,
     Dict,
     FrozenSet,
     Generator,
@@ -25,7 +26,15 @@ from .batches import Image, Images, KeptBatch
 from .buffers import WatchedBuffers
 from .finite import can_be_checked, is_finite
 from .provenance import Provenance, Record
-from .replay import Forward, Host, Outcome, Replays, can_replay
+from .replay import (
+    Forward,
+    Host,
+    Outcome,
+    Replays,
+    can_replay,
+    is_out_of_memory,
+    said,
+)
 from .sites import Sites
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import num_classes_of
@@ -80,7 +89,8 @@ Search = Generator[Request, Outcome, Findings]
 
 
 def search(images: Images, last_good: Optional[Images],
-           num_classes: Optional[int]) -> Search:
+           num_classes: Optional[int], raised: Optional[str] = None,
+           alone: bool = True, found: Optional[Findings] = None) -> Search:
     """Look for the origin, then for the image and the annotation.
 
     Args:
@@ -88,6 +98,11 @@ def search(images: Images, last_good: Optional[Images],
         last_good: Of an earlier batch that did not fail, to take a good
             image from where the batch has no other.
         num_classes: Labels are below it.
+        raised: Type of the exception that the step has raised, if any.
+        alone: Whether this is the only process. Else one replay is asked
+            for: another batch than the one that failed may raise where that
+            did not, and leave the other processes waiting.
+        found: Is filled in on the way.
 
     Yields:
         Replays to make, about one to six.
@@ -95,16 +110,15 @@ def search(images: Images, last_good: Optional[Images],
     Returns:
         The findings.
     """
-    found = Findings()
+    found = found if found is not None else Findings()
     outcome = yield Request(probe=True)
     found.outcome, found.failed = outcome, outcome.failed
-    if outcome.error is not None:
-        found.replay = f'the replay {outcome.error}'
+    found.replay = _no_failure(outcome, raised)
+    if found.replay is not None:
         return found
-    if outcome.failed is None:
-        found.replay = 'the failure did not come again in a replay'
-        return found
-    yield from _choose(outcome, found)
+    yield from _choose(outcome, found, alone)
+    if found.origin is None and outcome.failed != 'raised':
+        found.replay = 'no operation made it of what was finite'
     kind = found.origin.given[0] if (
         found.origin is not None and found.origin.given) else None
     if kind in ('weight', 'buffer'):
@@ -114,33 +128,60 @@ def search(images: Images, last_good: Optional[Images],
     if bad_pixels and kind == 'input':
         found.images = [image.to_image() for image in bad_pixels]
         return found
-    yield from _Blame(images, last_good, num_classes, found).go()
+    blame = _Blame(images, last_good, num_classes, found)
+    if alone:
+        yield from blame.go()
+    elif kind == 'annotation':
+        blame.not_finite()
     return found
 
 
-def _choose(outcome: Outcome, found: Findings
+def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
+    """Why the first replay is none of the failure, in words, or None."""
+    if outcome.error is not None:
+        return f'the replay {outcome.error}'
+    if outcome.failed is None:
+        return 'the failure did not come again in a replay'
+    if outcome.failed == 'raised' and outcome.raised != raised:
+        return f'the replay raised {outcome.raised}'
+    return None
+
+
+def _choose(outcome: Outcome, found: Findings, alone: bool
             ) -> Generator[Request, Outcome, None]:
-    """Of several places, take one without which nothing fails."""
+    """Of several places, take one without which nothing fails.
+
+    For an exception even of one: that something bad was at hand where it was
+    raised is no proof. What was given that way cannot be tried, and comes
+    after what can.
+    """
     places: Dict[Any, List[Record]] = {}
     for record in outcome.origins:
         # A layer that is shared by levels is one place.
-        places.setdefault((record.op, record.site.source), []).append(record)
+        places.setdefault((record.op, record.site.source, record.given),
+                          []).append(record)
     firsts = [records[0] for records in places.values()]
     if not firsts:
         return
-    found.origin, found.others = firsts[0], firsts[1:6]
-    if len(firsts) == 1 or any(record.given for record in firsts):
-        return
-    for records in list(places.values())[:2]:
-        outcome = yield Request(mended=frozenset(
-            record.index for record in records))
-        if outcome.error is None and outcome.failed is None:
-            found.origin = records[0]
-            found.tests.append(f'with the result of {found.origin.op} made '
-                               'finite nothing fails')
-            found.others = [other for other in firsts[:6]
-                            if other is not found.origin]
-            return
+    raised = outcome.failed == 'raised'
+    trials = [records for records in places.values() if all(
+        record.seen and not record.given for record in records)]
+    if alone and (raised or len(firsts) > 1):
+        for records in trials[:2]:
+            outcome = yield Request(mended=frozenset(
+                record.index for record in records))
+            if outcome.error is None and outcome.failed is None:
+                found.origin = records[0]
+                found.tests.append(
+                    f'with the result of {found.origin.op} made finite '
+                    'nothing fails')
+                found.others = [other for other in firsts[:6]
+                                if other is not found.origin]
+                return
+        if raised:
+            firsts = [first for first in firsts if first.given]
+    if firsts:
+        found.origin, found.others = firsts[0], firsts[1:6]
 
 
 class _Blame:
@@ -161,8 +202,27 @@ class _Blame:
             yield from self._which_annotation()
             return
         image = yield from self._which_image()
-        if image is not None:
+        if image is not None and (yield from self._stays(image)):
+            self._found.tests.append(
+                'with another image in its place nothing fails')
             self._found.images = [image.to_image()]
+
+    def not_finite(self) -> None:
+        """Blame annotations that are not finite, without a replay."""
+        self._found.images = [bad.to_image() for _, bad in self._bad
+                              if bad.rank == 0] or None
+
+    def _stays(self, image: Image) -> Generator[Request, Outcome, bool]:
+        """Whether it fails with another of the other images.
+
+        Else the failure hangs on the numbers that were drawn, not on the
+        image.
+        """
+        other = next((item for item in self._images.images
+                      if item != image), None)
+        batch = None if other is None else self._images.without([other])
+        return batch is None or self._left == 0 or not (
+            yield from self._holds(batch))
 
     def _holds(self, batch: Optional[Any]
                ) -> Generator[Request, Outcome, bool]:
@@ -209,12 +269,8 @@ class _Blame:
 
     def _without(self, images: Sequence[Image]
                  ) -> Generator[Request, Outcome, bool]:
-        holds = yield from self._holds(
-            self._images.without(images, self._last_good))
-        if holds and len(images) == 1:
-            self._found.tests.append(
-                'with another image in its place nothing fails')
-        return holds
+        return (yield from self._holds(
+            self._images.without(images, self._last_good)))
 
     def _suspects(self) -> List[Image]:
         """All images, the one that the origin points to first."""
@@ -259,18 +315,23 @@ class _Steps:
     """
 
     def __init__(self, model: nn.Module, kept: KeptBatch,
-                 good: Optional[KeptBatch]) -> None:
+                 good: Optional[KeptBatch], raised: Optional[str],
+                 alone: bool) -> None:
         self.request: Optional[Request] = None
         self.found = Findings()
         self.images = Images({})
         self._model = model
+        self._raised, self._alone = raised, alone
         self._advance(lambda: self._begin(kept, good))
 
     def _begin(self, kept: KeptBatch, good: Optional[KeptBatch]) -> Request:
         # A copy: both may be the same containers with other contents.
-        other = Images(copy.deepcopy(good.put_back())) if good else None
+        other = Images(copy.deepcopy(good.put_back())) if (
+            good is not None and good.can_be_had) else None
         self.images = Images(kept.put_back())
-        self._steps = search(self.images, other, num_classes_of(self._model))
+        self._steps = search(
+            self.images, other, num_classes_of(self._model), self._raised,
+            self._alone, self.found)
         return next(self._steps)
 
     def take(self, outcome: Outcome) -> None:
@@ -282,12 +343,14 @@ class _Steps:
         self.request = None
         try:
             self.request = ask()
-        except StopIteration as done:
-            self.found = done.value
+        except StopIteration:
+            pass
         except Exception as error:
-            text = ' '.join(str(error).split())[:200]
-            self.found = Findings(
-                replay=f'the search raised {type(error).__name__}: {text}')
+            text = f'the search raised {said(error)}'
+            if self.found.origin is None:
+                self.found.replay = text
+            else:
+                self.found.tests.append(text)
 
 
 class Locator:
@@ -304,66 +367,88 @@ class Locator:
         self._model = model
         self._replays = Replays(model, transaction, host)
 
-    def find(self, forward: Forward, good: Optional[KeptBatch], scale: float,
-             buffers: WatchedBuffers, agree: Optional[Agree] = None
+    def find(self, forward: Optional[Forward], good: Optional[KeptBatch],
+             scale: float, buffers: WatchedBuffers,
+             agree: Optional[Agree] = None,
+             raised: Optional[str] = None, meant: Collection[str] = ()
              ) -> Findings:
         """Look for where a failure began.
 
         Args:
-            forward: What the failing forward began with.
+            forward: What the failing forward began with, if that is known.
             good: An earlier batch that did not fail.
             scale: Loss scale.
             buffers: Which must stay finite.
             agree: As for :class:`.GuardedStep`: all processes make the same
                 number of replays.
+            raised: Type of the exception that the step has raised, if any.
+            meant: Names of weights that hold infinities on purpose.
 
         Returns:
             The findings. Gradients are gone; the batch, the model and the
             generators are as they were.
         """
-        kept = forward.batch
-        reason = self._reason(kept, alone=agree is None)
-        if agree(reason is not None) if agree else reason:
+        reason = self._reason(forward, alone=agree is None)
+        # Asked whatever the answer: the others ask too.
+        cannot = agree(reason is not None) if agree else reason
+        if cannot or forward is None:
             return Findings(replay=reason or 'another rank cannot')
+        kept = forward.batch
         after = KeptBatch(kept.value)
         try:
-            return self._drive(forward, good, scale, buffers, agree)
+            steps = _Steps(self._model, kept, good, raised, agree is None)
+            self._drive(steps, forward, scale, buffers, agree, meant)
+            return steps.found
         finally:
             after.put_back()
 
-    def _reason(self, kept: KeptBatch, alone: bool) -> Optional[str]:
+    def _reason(self, forward: Optional[Forward], alone: bool
+                ) -> Optional[str]:
         """Why a replay cannot be made, or None."""
+        if forward is None:
+            return 'no batch was seen'
         if not can_replay():
             return 'this torch is too old for it'
-        if not kept.can_be_had:
+        if not forward.batch.can_be_had:
             return 'the model has written to the batch'
         if not alone and not has_room(cuda_devices(self._model)):
             # Several processes: one that runs out leaves the others waiting.
             return 'there is not enough memory'
         return None
 
-    def _drive(self, forward: Forward, good: Optional[KeptBatch],
-               scale: float, buffers: WatchedBuffers,
-               agree: Optional[Agree]) -> Findings:
-        kept = forward.batch
-        steps = _Steps(self._model, kept, good)
+    def _drive(self, steps: '_Steps', forward: Forward, scale: float,
+               buffers: WatchedBuffers, agree: Optional[Agree],
+               meant: Collection[str]) -> None:
         for _ in range(_ROUNDS):
             wanted = steps.request is not None
             if not (agree(wanted) if agree else wanted):
-                break
+                return
             asked = steps.request or Request()
-            probe = self._probe(steps.images, kept, buffers, asked) if (
-                asked.probe or asked.mended) else None
-            outcome = self._replays.run(
-                forward, kept.put_back() if asked.batch is None else (
-                    asked.batch), scale, buffers.watched(), probe,
-                backward=agree is not None)
-            kept.put_back()
+            try:
+                outcome = self._make(asked, steps.images, forward, scale,
+                                     buffers, agree is not None, meant)
+            except Exception as error:
+                # No replay is worth a training, least of all the memory.
+                outcome = Outcome(error='ran out of memory' if (
+                    is_out_of_memory(error)) else f'raised {said(error)}')
             steps.take(outcome)
-        return steps.found
+
+    def _make(self, asked: Request, images: Images, forward: Forward,
+              scale: float, buffers: WatchedBuffers, backward: bool,
+              meant: Collection[str]) -> Outcome:
+        kept = forward.batch
+        probe = self._probe(images, kept, buffers, asked, meant) if (
+            asked.probe or asked.mended) else None
+        batch = kept.put_back() if asked.batch is None else asked.batch
+        try:
+            return self._replays.run(forward, batch, scale,
+                                     buffers.watched(), probe, backward)
+        finally:
+            kept.put_back()
 
     def _probe(self, images: Images, kept: KeptBatch,
-               buffers: WatchedBuffers, asked: Request) -> Provenance:
+               buffers: WatchedBuffers, asked: Request,
+               on_purpose: Collection[str]) -> Provenance:
         pixels: Dict[int, str] = {}
         for image, tensor in images.pixels():
             place = tensor.untyped_storage()._cdata
@@ -374,12 +459,14 @@ class Locator:
             name = pixels.get(tensor.untyped_storage()._cdata)
             given.append(('annotation', 'an annotation', tensor)
                          if name is None else ('input', name, tensor))
+        weights = dict(self._model.named_parameters())
         given += [('weight', name, tensor) for name, tensor
-                  in self._model.named_parameters()]
+                  in weights.items() if name not in on_purpose]
         given += [('buffer', name, tensor) for name, tensor
                   in buffers.watched().items()]
         meant = [tensor for name, tensor in self._model.named_buffers()
                  if name in buffers.exempt]
+        meant += [weights[name] for name in on_purpose if name in weights]
         return Provenance(
             Sites(self._model),
             [item for item in given if can_be_checked(item[2])

@@ -47,6 +47,8 @@ _UNWRITTEN = frozenset({'empty', 'empty_like', 'empty_strided', 'new_empty',
 # They write to running statistics, which their schemas do not say.
 _SILENT = {name: (3, 4) for name in (
     'native_batch_norm', 'cudnn_batch_norm', 'miopen_batch_norm')}
+# Of one storage, so many parts are told apart.
+_MOST_PARTS = 256
 # They write without looking at what was there.
 _OVERWRITING = frozenset({'copy_', 'fill_', 'zero_', 'normal_', 'uniform_'})
 # Their numbers become elements as they are.
@@ -54,11 +56,11 @@ _FILLING = frozenset({'fill', 'fill_', 'full', 'full_like', 'index_fill',
                       'index_fill_', 'masked_fill', 'masked_fill_',
                       'new_full', 'scalar_tensor', 'where',
                       'constant_pad_nd'})
-_TENSORS = (Tensor, nn.Parameter)
 
 
 def _is_floating(value: Any) -> bool:
-    return (type(value) in _TENSORS and value.is_floating_point()
+    return ((type(value) is Tensor or isinstance(value, nn.Parameter))
+            and (value.is_floating_point() or value.is_complex())
             and value.layout == torch.strided and value.numel() > 0
             and value.device.type != 'meta')
 
@@ -79,6 +81,8 @@ class Record:
         backward: Whether it ran in a backward.
         inputs: Of :func:`describe`, of an origin.
         outputs: Likewise.
+        seen: Whether it ran under the probe; else ``index`` is of what
+            used its result.
         rows: Indices along the first dimension of the output that are not
             finite, of an origin; and that dimension.
     """
@@ -92,12 +96,27 @@ class Record:
     backward: bool = False
     inputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
     outputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
-    rows: Tuple[List[int], int] = ((), 0)  # type: ignore[assignment]
+    seen: bool = True
+    rows: Tuple[List[int], int] = dataclasses.field(
+        default_factory=lambda: ([], 0))
 
     @property
     def is_origin(self) -> bool:
         """Whether nothing that it was given was bad, but on purpose."""
         return all(parent.meant for parent in self.parents)
+
+
+#: Where in a storage something bad is, in bytes, and what made it so.
+_Span = Tuple[int, int, Record]
+
+
+def _span(tensor: Tensor) -> Tuple[int, int]:
+    """First and last byte of a tensor in its storage."""
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    reach = sum((length - 1) * stride for length, stride in zip(
+        tensor.shape, tensor.stride()))
+    return begin, begin + (reach + 1) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +170,7 @@ class Provenance(TorchDispatchMode):
         self._mended = frozenset(mended)
         # Storages that hold something bad, by address. A weak reference
         # keeps an address from being used again, not the memory.
-        self._bad: Dict[int, Tuple[StorageWeakRef, Record]] = {}
+        self._bad: Dict[int, Tuple[StorageWeakRef, List[_Span]]] = {}
         self._made: Dict[int, Tuple[StorageWeakRef, Site]] = {}
         # Where the forward operation of each autograd node was called from.
         self._nodes: Dict[int, Tuple[str, Site]] = {}
@@ -164,16 +183,24 @@ class Provenance(TorchDispatchMode):
             self._mark(tensor, Record(-1, 'buffer', Site(), meant=True))
 
     def _mark(self, tensor: Tensor, record: Record) -> None:
+        """A tensor is bad, and what else is in its memory may be too."""
+        begin, end = _span(tensor)
         weak = StorageWeakRef(tensor.untyped_storage())
-        self._bad[weak.cdata] = (weak, record)
+        _, known = self._bad.get(weak.cdata, (weak, []))
+        others = [item for item in known
+                  if item[0] < begin or item[1] > end][-_MOST_PARTS:]
+        self._bad[weak.cdata] = (weak, [*others, (begin, end, record)])
 
-    def of(self, tensor: Tensor) -> Optional[Record]:
-        """What made a tensor non-finite; None where it is finite."""
+    def of(self, tensor: Tensor) -> List[Record]:
+        """What made a tensor non-finite; nothing where it is finite."""
         if not _is_floating(tensor):
-            return None
+            return []
         known = self._bad.get(tensor.untyped_storage()._cdata)
-        return known[1] if known is not None and not (
-            is_finite(tensor)) else None
+        if known is None or is_finite(tensor):
+            return []
+        begin, end = _span(tensor)
+        return [record for first, last, record in known[1]
+                if first < end and last > begin]
 
     def origins(self, tensors: Iterable[Tensor]) -> List[Record]:
         """The origins that reached any of the tensors, in their order.
@@ -183,8 +210,8 @@ class Provenance(TorchDispatchMode):
         """
         found: Dict[int, Record] = {}
         seen: Set[int] = set()
-        waiting = [record for record in map(self.of, tensors)
-                   if record is not None]
+        waiting = [record for tensor in tensors
+                   for record in self.of(tensor)]
         while waiting:
             record = waiting.pop()
             if id(record) in seen:
@@ -253,8 +280,9 @@ class Provenance(TorchDispatchMode):
                        and not is_finite(value)]
             self._finish(results, self.index)
             self.index += 1
-            inside = [record for record in map(self.of, results)
-                      if record is not None and record.index >= start]
+            inside = [record for result in results
+                      for record in self.of(result)
+                      if record.index >= start]
             for record in inside:
                 # On a GPU this is one operation.
                 record.op = name
@@ -270,11 +298,14 @@ class Provenance(TorchDispatchMode):
         # Within a backward a checkpointed forward runs with gradients on.
         node = None if torch.is_grad_enabled() else (
             torch._C._current_autograd_node())
+        places = [(place, value) for place, value in (
+            *enumerate(args), *kwargs.items()) if place in schema.writes]
         written = [value for value in tree_leaves([
-            value for place, value in (*enumerate(args), *kwargs.items())
-            if place in schema.writes]) if _is_floating(value)]
-        held = [] if schema.name in _OVERWRITING else [
-            value for value in written if self.of(value) is not None]
+            value for _, value in places]) if _is_floating(value)]
+        # What is given by name is filled (``out=``), the rest is changed.
+        changed = [] if schema.name in _OVERWRITING else tree_leaves([
+            value for place, value in places if isinstance(place, int)])
+        held = [record for value in changed for record in self.of(value)]
         self.running = schema.name
         out = func(*args, **kwargs)
         self.running = None
@@ -282,7 +313,7 @@ class Provenance(TorchDispatchMode):
         if node is None:
             self._see_node(schema.name)
             self._see_scope(schema.name, args)
-        if schema.is_view:
+        if schema.is_view and schema.name != 'lift_fresh':
             return out
         results = list({id(value): value for value in (
             *tree_leaves(out), *written) if _is_floating(value)}.values())
@@ -339,7 +370,7 @@ class Provenance(TorchDispatchMode):
             self._made[weak.cdata] = (weak, self._sites.here())
 
     def _explain(self, schema: _Schema, spoiled: List[Tensor],
-                 written: List[Tensor], held: List[Tensor], args: Any,
+                 written: List[Tensor], held: List[Record], args: Any,
                  kwargs: Any, node: Any) -> None:
         """Tell what made the results of an operation bad."""
         leaves = tree_leaves((args, kwargs))
@@ -351,21 +382,19 @@ class Provenance(TorchDispatchMode):
         asked = constant or any(isinstance(value, float) and (
             math.isinf(value) or schema.name in _FILLING
             and _is_beyond(value, spoiled)) for value in leaves)
-        self._note(computing()[0] or schema.name, spoiled,
-                   [] if constant else bad + held, inputs, asked, node)
+        # Numbers that come in from Python or numpy.
+        name = _module_of(self._sites.here()) if constant else (
+            computing()[0] or schema.name)
+        self._note(name, spoiled, [] if constant else bad, inputs, asked,
+                   node, held)
 
     def _note(self, name: str, spoiled: Sequence[Tensor],
               bad: Sequence[Tensor], inputs: Sequence[Tensor], asked: bool,
-              node: Any = None) -> None:
-        forward = None
-        if node is not None:
-            forward = self._nodes.get(node._sequence_nr())
-            # Nodes of torch's own end in a number.
-            kind = node.name()
-            if forward is not None and kind.endswith('Backward'):
-                forward = kind[:-len('Backward')], forward[1]
-        name, site = forward or (name, self._sites.here())
-        parents = [self._parent(tensor, site) for tensor in bad]
+              node: Any = None, held: Sequence[Record] = ()) -> None:
+        name, site = self._forward_of(node, name) if node is not None else (
+            name, self._sites.here())
+        parents = [*held, *(record for tensor in bad
+                            for record in self._parents(tensor, site))]
         has_nan = any(bool(value.isnan().any()) for value in spoiled)
         meant = not has_nan and (asked or bool(parents)) and all(
             parent.meant for parent in parents)
@@ -380,16 +409,31 @@ class Provenance(TorchDispatchMode):
         for value in spoiled:
             self._mark(value, record)
 
-    def _parent(self, tensor: Tensor, site: Site) -> Record:
+    def _forward_of(self, node: Any, name: str) -> Tuple[str, Site]:
+        """The forward operation whose gradient a node computes."""
+        here = self._sites.here()
+        if here.source is not None and here.function != 'backward':
+            # A hook of somebody's on a gradient.
+            return name, here
+        kind = node.name()
+        # Writing to a slice: its node comes right after the operation's.
+        number = node._sequence_nr() - kind.endswith('CopySlices')
+        known, site = self._nodes.get(number, (name, here))
+        # Nodes of torch's own end in a number.
+        own = kind.endswith('Backward')
+        return (kind[:-len('Backward')] if own else known), site
+
+    def _parents(self, tensor: Tensor, site: Site) -> List[Record]:
         """What made an input bad: something seen, or somebody outside."""
-        cdata = tensor.untyped_storage()._cdata
-        if cdata not in self._bad:
-            maker = self._made.get(cdata)
+        found = self.of(tensor)
+        if not found:
+            maker = self._made.get(tensor.untyped_storage()._cdata)
             site = maker[1] if maker is not None else site
-            self._mark(tensor, Record(
-                self.index - 1, _module_of(site), site,
-                outputs=[describe(tensor)], rows=_bad_rows(tensor)))
-        return self._bad[cdata][1]
+            found = [Record(
+                self.index - 1, _module_of(site), site, seen=False,
+                outputs=[describe(tensor)], rows=_bad_rows(tensor))]
+            self._mark(tensor, found[0])
+        return found
 
 
 def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:

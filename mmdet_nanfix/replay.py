@@ -29,15 +29,30 @@ from .provenance import Provenance, Record
 from .sites import Site, is_library
 from .transaction import Rng, Transaction
 
-__all__ = ['Forward', 'Host', 'Outcome', 'Replays', 'can_replay']
+__all__ = [
+    'Forward', 'Host', 'Outcome', 'Replays', 'can_replay',
+    'is_out_of_memory', 'said'
+]
 
-OnLoss = Callable[[Tensor], None]
+OnLoss = Callable[..., None]
 
 
 def can_replay() -> bool:
     """Whether this torch tells what the probe asks for."""
     return hasattr(torch._C, '_current_autograd_node') and hasattr(
         torch._C._autograd, '_get_sequence_nr')
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left."""
+    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
+        'out of memory' in str(error))
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an exception, on one line."""
+    text = ' '.join(str(error).split())
+    return f'{type(error).__name__}: {text}'[:200]
 
 
 @dataclasses.dataclass
@@ -67,6 +82,7 @@ class Outcome:
         error: Why there is no outcome, in words, or None.
         seen: Of the probe.
         running: Of the probe, where something raised.
+        raised: Type of what was raised, if anything was.
         owners: Sites along the graph of each loss, if looked for: the
             nearest first.
     """
@@ -76,6 +92,7 @@ class Outcome:
     error: Optional[str] = None
     seen: int = 0
     running: Optional[str] = None
+    raised: Optional[str] = None
     owners: Dict[str, List[Site]] = dataclasses.field(default_factory=dict)
 
 
@@ -129,10 +146,10 @@ class Replays:
             The outcome; gradients are gone, all else is as before.
         """
         run = _Run(self._model, scale, buffers, probe, backward)
-        self._transaction.begin()
-        forward.rng.restore()
-        run.drop_gradients()
         try:
+            self._transaction.begin()
+            forward.rng.restore()
+            run.drop_gradients()
             with probe.following(self._host.foreign) if probe else (
                     contextlib.nullcontext()), run.watching(), _eager():
                 self._call(forward, batch, run.on_loss)
@@ -200,8 +217,13 @@ class _Run:
             if self._probe is not None:
                 self.outcome.origins = self._probe.origins(roots)
 
-    def on_loss(self, loss: Tensor) -> None:
-        """Look at the loss, and go back from it."""
+    def on_loss(self, loss: Tensor, **kwargs: Any) -> None:
+        """Look at the loss, and go back from it.
+
+        Args:
+            loss: Scalar, unscaled.
+            **kwargs: Of ``backward``.
+        """
         with _unseen():
             if self._probe is not None:
                 self.outcome.owners = {
@@ -213,7 +235,7 @@ class _Run:
         if not loss.requires_grad or self.outcome.failed and (
                 not self._backward):
             return
-        (loss * self._scale).backward()
+        (loss * self._scale).backward(**kwargs)
         with _unseen():
             grads = [parameter.grad for parameter in self._model.parameters()
                      if parameter.grad is not None]
@@ -231,11 +253,11 @@ class _Run:
 
     def raised(self, error: Exception) -> None:
         """Take in an exception."""
-        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
-                'out of memory' in str(error)):
+        if is_out_of_memory(error):
             self.outcome.error = 'ran out of memory'
             self.outcome.failed = None
             return
+        self.outcome.raised = type(error).__name__
         self.outcome.running = self._probe.running if (
             self._probe is not None) else None
         self._fail('raised', list(self._at_hand(error)))
@@ -256,8 +278,8 @@ class _Run:
                 return
 
     def _is_bad(self, tensor: Tensor) -> bool:
-        record = self._probe.of(tensor) if self._probe is not None else None
-        return record is not None and not record.meant
+        records = self._probe.of(tensor) if self._probe is not None else []
+        return any(not record.meant for record in records)
 
 
 def _sites_of(term: Tensor, probe: Provenance) -> Iterator[Site]:

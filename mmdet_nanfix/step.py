@@ -42,6 +42,8 @@ from .watch import Watch
 __all__ = ['GuardedStep', 'Verdict']
 
 Losses = Dict[str, List[Tensor]]
+# Of a window, that are replayed to find the one with bad gradients.
+_MOST_FORWARDS = 8
 
 
 @dataclasses.dataclass
@@ -141,6 +143,7 @@ class GuardedStep:
         self._copies = False
         self._good: Optional[Forward] = None
         self._bad_from_the_start = set(self._parts.bad_weights())
+        self._meant_weights = self._parts.infinite_constants()
         self.buffers = WatchedBuffers(model)
 
     def _optimized(self) -> Set[int]:
@@ -287,11 +290,12 @@ class GuardedStep:
         bad_grads = self._bad_grads(bool(ranks))
         terms = micro.terms if micro else {}
         heads = parts.state(terms, bad_grads)
-        where = first_look(parts, heads, loss_bad, bad_buffers, bool(ranks))
+        where = first_look(parts, heads, loss_bad, bad_buffers, bool(ranks),
+                           self._meant_weights)
         note = self.buffers.suspect(bad_buffers) if (
             where.phase == 'buffers') else None
         self._transaction.rollback()
-        found = self._find(micro, before)
+        found = self._find(window, micro, before, loss_bad)
         if ranks and self._rank not in ranks:
             found.replay = 'it began on another rank'
         if found.outcome is not None:
@@ -331,19 +335,33 @@ class GuardedStep:
         return [named[i][0] for i in bad
                 if own or named[i][1] is not self._anchor.parameter]
 
-    def _find(self, micro: Optional[_MicroStep], scale: float) -> Findings:
-        """Replay the failing forward, as long as that is allowed."""
-        forward = micro.forward if micro is not None else None
+    def _find(self, window: List[_MicroStep], micro: Optional[_MicroStep],
+              scale: float, loss_bad: bool) -> Findings:
+        """Replay the failing forward, as long as that is allowed.
+
+        Where gradients alone are bad, any forward of the window may have
+        made them so: the last first.
+        """
         if self._sharded:
             return Findings(replay='parameters are shards')
-        if forward is None:
-            return Findings(replay='no batch was seen')
         if self._left == 0:
             return Findings(replay='there were too many before')
         self._left -= self._left > 0
-        return self._locator.find(
-            forward, self._good.batch if self._good else None, scale,
-            self.buffers, self._agree)
+        alike = [micro] if loss_bad or micro is None else window[::-1]
+        first = None
+        for item in alike[:_MOST_FORWARDS]:
+            found = self._locator.find(
+                item.forward if item is not None else None,
+                self._good.batch if self._good else None, scale,
+                self.buffers, self._agree,
+                raised=item.raised.error.partition(':')[0]
+                if item is not None and item.raised else None,
+                meant=self._meant_weights)
+            first = first or found
+            failed = found.failed is not None
+            if self._agree(failed) if self._agree else failed:
+                return found
+        return first or Findings(replay='no batch was seen')
 
     def look_again(self) -> Findings:
         """Replay the last forward of a step that was accepted.
@@ -354,7 +372,8 @@ class GuardedStep:
         if self._good is None:
             return Findings(replay='no step was accepted yet')
         return self._locator.find(self._good, None, self.scale.scale,
-                                  self.buffers, self._agree)
+                                  self.buffers, self._agree,
+                                  meant=self._meant_weights)
 
     def _by_step(self, weight: str) -> Optional[str]:
         """The optimizer, where it has made a weight bad.

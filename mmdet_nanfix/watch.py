@@ -42,6 +42,7 @@ class Watch:
         self.losses: Mapping[str, Any] = {}
         self.raised: Optional[Raised] = None
         self.forward: Optional[Forward] = None
+        self._kept = False
         self._transaction = transaction
         self._rng = transaction.rng
         self._copies = copies
@@ -70,9 +71,18 @@ class Watch:
             self.losses = output
 
     def _keep(self, batch: Any, whole_step: bool) -> None:
-        if self.forward is None:
+        if self._kept:
+            # A step that prepares several batches: none of them is it all.
+            if whole_step:
+                self.forward = None
+            return
+        self._kept = True
+        try:
             self.forward = Forward(KeptBatch(batch, self._copies), self._rng,
                                    whole_step)
+        except Exception:
+            # Whatever a batch is made of: it is evidence, and no more.
+            self.forward = None
 
     def _keeping(self, module: nn.Module) -> List[Any]:
         """Hooks that remember what the model is given, before it looks."""

@@ -24,7 +24,11 @@ def short_source(source: str) -> str:
     _, found, below = path.rpartition('site-packages/')
     if found:
         return below
-    here = os.path.relpath(source) if os.path.isabs(source) else source
+    try:
+        here = os.path.relpath(source) if os.path.isabs(source) else source
+    except (OSError, ValueError):
+        # No working directory any more, or another drive.
+        return source
     return source if here.startswith('..') else here
 
 
@@ -132,12 +136,14 @@ def one_line(record: Record) -> str:
     began = [item for item in (where_in_words(record), *_images(record))
              if item]
     scale = scale_in_words(record)
-    return '; '.join([
+    said = '; '.join([
         f'{_what(record)} at {_at(record)}, loss scale {scale}' + (
             f': {", ".join(began)}' if began else ''),
         heads or 'no head is known',
         f'{done} ({counts.get("consecutive")} in a row, '
         f'{counts.get("total")} in all)'])
+    # A name may hold a line break.
+    return ' '.join(said.split())
 
 
 def _values(title: str, values: List[Record]) -> str:

@@ -174,3 +174,22 @@ def test_rows_of_other_branches_are_left_alone():
     other = images.without(images.images[:1], Images(mixed))
     assert other['data_samples']['sup'][1] is None
     assert images.bad_annotations(3) == []
+
+
+def test_tensors_that_cannot_be_written_to_here():
+    with torch.inference_mode():
+        made = {'inputs': torch.ones(2, 3)}
+    leaf = torch.ones(2, requires_grad=True)
+    made['leaf'] = leaf
+    made['wide'] = torch.ones(1).expand(4)
+    kept = KeptBatch(made, copies=True)
+    assert kept.can_be_had
+    with torch.no_grad():
+        leaf.mul_(3.)
+    kept.put_back()
+    assert leaf.tolist() == [1., 1.] and leaf.requires_grad
+
+
+def test_a_batch_of_very_many_objects_is_not_half_kept():
+    assert KeptBatch({'numbers': list(range(10 ** 6))}).can_be_had
+    assert not KeptBatch({'lists': [[] for _ in range(30000)]}).can_be_had

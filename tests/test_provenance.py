@@ -39,6 +39,13 @@ def partly(value):
     return out
 
 
+def parts():
+    out = torch.ones(1).new_zeros(3)
+    out[0] = ZERO[0].log()
+    out[1] = (ONE[0] * 1000).exp()
+    return out
+
+
 def inplace():
     x = torch.ones(3)
     x.mul_(1e38)
@@ -81,6 +88,20 @@ ALL = torch.ones(2, 4, dtype=torch.bool)
     # One on purpose that reaches the loss is named for want of another.
     (lambda: torch.full((3, ), math.inf).sum(), ['full']),
     (lambda: torch.full((3, ), math.inf).sum() + ZERO.log().sum(), ['log']),
+    # A constant is on purpose too, and so is what follows from it.
+    (lambda: torch.minimum(torch.full((3, ), 1.) * torch.tensor(math.inf),
+                           ZERO / ZERO).sum(), ['div']),
+    (lambda: torch.where(torch.arange(3.) > 5, torch.tensor(0.),
+                         torch.tensor(-math.inf)).softmax(0).sum(),
+     ['_softmax']),
+    # Parts of one memory.
+    (lambda: parts()[0], ['log']),
+    (lambda: parts()[1], ['exp']),
+    (lambda: parts().sum(), ['log', 'exp']),
+    (lambda: parts()[2], []),
+    (lambda: torch.div(ZERO, ZERO, out=ZERO.log()).sum(), ['div']),
+    # Through complex numbers.
+    (lambda: torch.fft.rfft(ZERO.log()).mul(2).abs().sum(), ['log']),
     # Two of them, in their order.
     (lambda: ZERO.log().sum() + (ZERO / ZERO).sum(), ['log', 'div']),
 ])
@@ -187,6 +208,12 @@ def test_mending_an_origin_shows_that_it_was_it():
     assert result == 3
 
 
+def sliced(x):
+    y = x.clone()
+    y[:1].sqrt_()
+    return y
+
+
 def backward(compute, leaf, scale=1.):
     probe = Provenance(Sites(nn.Linear(1, 1)))
     with probe:
@@ -201,6 +228,7 @@ def backward(compute, leaf, scale=1.):
     (lambda x: x.norm(), []),
     (lambda x: x.pow(.5).sum(), ['pow']),
     (lambda x: (x * 2).abs().pow(.25).sum() + x.sum(), ['pow']),
+    (lambda x: sliced(x).sum(), ['sqrt_']),
     # Bad in the forward, hidden from the loss, back in the gradient.
     (lambda x: torch.where(x > 0, 1 / x, x).sum(), ['reciprocal']),
 ])
@@ -289,3 +317,23 @@ def test_nothing_is_kept_alive():
         storage = weakref.ref(x.untyped_storage())
         del x
     assert storage() is None
+
+
+def test_a_hook_on_a_gradient_is_somebodys_code():
+    def compute(x):
+        y = x * 2
+        y.register_hook(lambda grad: grad / 0)
+        return y.sum()
+
+    (record, ) = backward(compute, torch.ones(3, requires_grad=True))
+    assert record.op == 'div' and record.site.source.startswith(__file__)
+
+
+def test_a_kind_of_parameter_of_somebodys():
+    class Own(nn.Parameter):
+        pass
+
+    weight = Own(torch.tensor([1., math.inf]))
+    (record, ) = follow(lambda: (weight * 2).detach().sum(),
+                        given=[('weight', 'a', weight)])[0]
+    assert record.given == ('weight', 'a')

@@ -153,7 +153,8 @@ def go(guard, **batch):
         losses = guard.model(**batch)
     guard.attach(losses['loss']).backward()
     found = not all(torch.isfinite(parameter.grad).all()
-                    for parameter in guard.model.parameters())
+                    for parameter in guard.model.parameters()
+                    if parameter.grad is not None)
     return guard.judge(found)
 
 
@@ -338,3 +339,53 @@ def test_the_next_window_gets_a_fresh_gradient():
     assert all(p.grad is None for p in guard.model.parameters())
     go(guard, x=x)
     assert torch.equal(guard.model.head.weight.grad, expected)
+
+
+class Roots(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return {'loss': (self.head.weight * x).sqrt().sum()}
+
+
+@pytest.mark.parametrize('bad_at', [0, 1, 2])
+def test_bad_gradients_of_any_micro_step_are_located(bad_at):
+    guard = guard_of(Roots())
+    with torch.no_grad():
+        guard.model.head.weight.fill_(1.)
+    for index in range(3):
+        with guard.watch():
+            losses = guard.model(
+                x=torch.zeros(1) if index == bad_at else torch.ones(1))
+        guard.attach(losses['loss']).backward()
+    incident = guard.judge(True).incident
+    assert incident.where.phase == 'backward' and incident.where.op == 'sqrt'
+    assert incident.replay is None
+
+
+class Masked(torch.nn.Module):
+    """A weight that is a mask, and something wrong elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.nn.Parameter(torch.tensor([0., -math.inf]),
+                                       requires_grad=False)
+        self.head = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = (self.head(x) + self.mask).amax(-1) + x.sum() / x.sum()
+        return {'loss': y.mean()}
+
+
+@pytest.mark.parametrize('most', [0, 100])
+def test_a_weight_that_is_a_mask_is_not_blamed(most):
+    model = Masked()
+    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
+                        LossScale(LossScaleSettings()), StopRule(),
+                        clock=lambda: (1, 5), max_incidents=most)
+    incident = go(guard, x=torch.zeros(1, 2)).incident
+    assert incident.where.phase == ('loss' if most == 0 else 'forward')
+    assert incident.where.op == (None if most == 0 else 'div')

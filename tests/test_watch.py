@@ -69,3 +69,25 @@ def test_an_exception_of_non_finite_numbers(catches):
     assert math.isnan(out['loss'])
     assert seen.raised.error == 'ValueError: not finite'
     assert seen.forward.batch.value[0] is bad
+
+
+def test_a_step_that_prepares_two_batches_is_not_kept(toy):
+    seen = watch_of(toy, steps=True)
+    with seen.over(toy):
+        for _ in range(2):
+            batch = toy.data_preprocessor(toy_batch(), True)
+        toy(**batch)
+    assert seen.forward is None
+
+
+def test_a_batch_of_anything_costs_no_training(toy):
+    class Odd:
+
+        @property
+        def __dict__(self):
+            raise RuntimeError
+
+    seen = watch_of(toy)
+    with seen.over(toy):
+        toy(toy_batch()['inputs'], Odd())
+    assert seen.forward is None

@@ -98,3 +98,14 @@ def test_a_whole_batch_is_not_listed():
               for index in range(16)]
     line = one_line(record(images=images))
     assert 'image 2.jpg, 13 more;' in line and '3.jpg' not in line
+
+
+def test_a_folder_that_is_gone_and_a_name_of_two_lines(monkeypatch):
+    def gone(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr('os.path.relpath', gone)
+    images = [dict(img_path='a\nb.jpg', annotation=None)]
+    line = one_line(record(images=images, origin={
+        **ORIGIN, 'source': '/tmp/x.py:3'}))
+    assert '/tmp/x.py:3' in line and 'a b.jpg' in line and '\n' not in line
