@@ -18,6 +18,7 @@ from typing import (
     List,
     Optional,
     Sequence,
+    Tuple,
 )
 
 from torch import nn
@@ -43,7 +44,12 @@ __all__ = ['Findings', 'Locator', 'Request', 'search']
 
 # Replays with another batch, and replays in all; each costs about a step.
 _MOST = 6
-_ROUNDS = _MOST + 3
+_ROUNDS = _MOST + 5
+
+
+Place = Tuple[str, Optional[str]]
+# What is looked at one after the other: nothing of the later is known.
+_ORDER = ('raised', 'loss', 'grads', 'buffers', None)
 
 
 @dataclasses.dataclass
@@ -53,12 +59,12 @@ class Request:
     Attributes:
         batch: In the place of the one that failed, or None for that.
         probe: Whether origins are looked for.
-        mended: Indices of operations whose results are made finite.
+        mended: Name and source of operations whose results are set to 0.
     """
 
     batch: Optional[Any] = None
     probe: bool = False
-    mended: FrozenSet[int] = frozenset()
+    mended: FrozenSet[Place] = frozenset()
 
 
 @dataclasses.dataclass
@@ -149,39 +155,59 @@ def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
 
 def _choose(outcome: Outcome, found: Findings, alone: bool
             ) -> Generator[Request, Outcome, None]:
-    """Of several places, take one without which nothing fails.
+    """Of several places, take one without which it does not fail.
 
     For an exception even of one: that something bad was at hand where it was
     raised is no proof. What was given that way cannot be tried, and comes
     after what can.
     """
-    places: Dict[Any, List[Record]] = {}
+    places: Dict[Any, Record] = {}
     for record in outcome.origins:
         # A layer that is shared by levels is one place.
         places.setdefault((record.op, record.site.source, record.given),
-                          []).append(record)
-    firsts = [records[0] for records in places.values()]
-    if not firsts:
-        return
+                          record)
+    firsts = list(places.values())
+    tried = [record for record in firsts if record.seen and not record.given]
     raised = outcome.failed == 'raised'
-    trials = [records for records in places.values() if all(
-        record.seen and not record.given for record in records)]
-    if alone and (raised or len(firsts) > 1):
-        for records in trials[:2]:
-            outcome = yield Request(mended=frozenset(
-                record.index for record in records))
-            if outcome.error is None and outcome.failed is None:
-                found.origin = records[0]
-                found.tests.append(
-                    f'with the result of {found.origin.op} made finite '
-                    'nothing fails')
-                found.others = [other for other in firsts[:6]
-                                if other is not found.origin]
-                return
-        if raised:
+    if alone and tried and (raised or len(firsts) > 1):
+        proven = yield from _tried(tried, outcome, found)
+        if proven is not None:
+            firsts.remove(proven)
+            firsts.insert(0, proven)
+        elif raised:
             firsts = [first for first in firsts if first.given]
     if firsts:
         found.origin, found.others = firsts[0], firsts[1:6]
+
+
+def _tried(records: List[Record], first: Outcome, found: Findings
+           ) -> Generator[Request, Outcome, Optional[Record]]:
+    """The origin without which the failure is gone, or none.
+
+    Together if not one by one: then the first of them.
+    """
+    groups = [records[:1], records[1:2]] if len(records) > 1 else []
+    together = list(records)
+    for group in (*groups, together, together):
+        outcome = yield Request(mended=frozenset(
+            (record.op, record.site.source) for record in group))
+        if outcome.error is None and _ORDER.index(
+                outcome.failed) > _ORDER.index(first.failed):
+            names = ' and '.join(dict.fromkeys(
+                record.op for record in group[:3]))
+            found.tests.append(f'with the result of {names} set to 0 it '
+                               'does not come')
+            return group[0]
+        if group is together:
+            # What was bad before it was tried may now be an origin.
+            more = [record for record in outcome.origins
+                    if record.seen and not record.given
+                    and not any((record.op, record.site.source) == (
+                        other.op, other.site.source) for other in together)]
+            if not more:
+                break
+            together.extend(more)
+    return None
 
 
 class _Blame:

@@ -149,7 +149,8 @@ class Provenance(TorchDispatchMode):
         sites: Finds places in the code.
         given: What is non-finite from the start: name and tensor by kind.
         meant: Buffers that hold infinities on purpose.
-        mended: Indices of operations whose result is made finite (0).
+        mended: Name and source of operations whose result is set to 0
+            where it is not finite, all of it.
 
     Attributes:
         index: Operations so far.
@@ -161,7 +162,7 @@ class Provenance(TorchDispatchMode):
     def __init__(self, sites: Sites,
                  given: Iterable[Tuple[str, str, Tensor]] = (),
                  meant: Iterable[Tensor] = (),
-                 mended: Iterable[int] = ()) -> None:
+                 mended: Iterable[Tuple[str, Optional[str]]] = ()) -> None:
         super().__init__()
         self.index = 0
         self.seen = 0
@@ -278,7 +279,7 @@ class Provenance(TorchDispatchMode):
             results = [value for value in (*tensors, *tree_leaves(out))
                        if _is_floating(value) and id(value) not in had
                        and not is_finite(value)]
-            self._finish(results, self.index)
+            self._finish(results)
             self.index += 1
             inside = [record for result in results
                       for record in self.of(result)
@@ -286,8 +287,11 @@ class Provenance(TorchDispatchMode):
             for record in inside:
                 # On a GPU this is one operation.
                 record.op = name
+            place = name, self._sites.here()
+            if results and self._mend(place, results):
+                return out
             if results and not inside:
-                self._note(name, results, bad, tensors, False)
+                self._note(place, results, bad, tensors, False)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any,
@@ -321,17 +325,15 @@ class Provenance(TorchDispatchMode):
             for value in results:
                 self._clear(value)
             return out
-        spoiled = self._finish(results, self.index - 1)
+        spoiled = self._finish(results)
         if spoiled:
             self._explain(schema, spoiled, written, held, args, kwargs, node)
         return out
 
-    def _finish(self, results: Sequence[Tensor], index: int) -> List[Tensor]:
-        """Those of an operation's results that are bad, once mended."""
+    def _finish(self, results: Sequence[Tensor]) -> List[Tensor]:
+        """Those of an operation's results that are bad."""
         spoiled = []
         for value in results:
-            if index in self._mended:
-                value.nan_to_num_(0., 0., 0.)
             self._know_maker(value)
             if not is_finite(value):
                 spoiled.append(value)
@@ -382,24 +384,38 @@ class Provenance(TorchDispatchMode):
         asked = constant or any(isinstance(value, float) and (
             math.isinf(value) or schema.name in _FILLING
             and _is_beyond(value, spoiled)) for value in leaves)
-        # Numbers that come in from Python or numpy.
-        name = _module_of(self._sites.here()) if constant else (
-            computing()[0] or schema.name)
-        self._note(name, spoiled, [] if constant else bad, inputs, asked,
-                   node, held)
+        name, site = self._place(schema.name, node)
+        if constant:
+            # Numbers that come in from Python or numpy.
+            name, bad = _module_of(site), []
+        if not self._mend((name, site), spoiled):
+            self._note((name, site), spoiled, bad, inputs, asked,
+                       node is not None, held)
 
-    def _note(self, name: str, spoiled: Sequence[Tensor],
+    def _mend(self, place: Tuple[str, Site],
+              spoiled: Sequence[Tensor]) -> bool:
+        """Set results to 0 where that is asked for.
+
+        All of them: what is not bad may be huge, and overflow next.
+        """
+        if (place[0], place[1].source) not in self._mended:
+            return False
+        for value in spoiled:
+            value.zero_()
+            self._clear(value)
+        return True
+
+    def _note(self, place: Tuple[str, Site], spoiled: Sequence[Tensor],
               bad: Sequence[Tensor], inputs: Sequence[Tensor], asked: bool,
-              node: Any = None, held: Sequence[Record] = ()) -> None:
-        name, site = self._forward_of(node, name) if node is not None else (
-            name, self._sites.here())
+              backward: bool = False, held: Sequence[Record] = ()) -> None:
+        name, site = place
         parents = [*held, *(record for tensor in bad
                             for record in self._parents(tensor, site))]
         has_nan = any(bool(value.isnan().any()) for value in spoiled)
         meant = not has_nan and (asked or bool(parents)) and all(
             parent.meant for parent in parents)
         record = Record(self.index - 1, name, site, parents=parents,
-                        meant=meant, backward=node is not None)
+                        meant=meant, backward=backward)
         self.seen += not parents
         if record.is_origin and not meant:
             record.inputs = [describe(value)
@@ -409,9 +425,14 @@ class Provenance(TorchDispatchMode):
         for value in spoiled:
             self._mark(value, record)
 
-    def _forward_of(self, node: Any, name: str) -> Tuple[str, Site]:
-        """The forward operation whose gradient a node computes."""
+    def _place(self, name: str, node: Any) -> Tuple[str, Site]:
+        """Name and place of what runs.
+
+        In a backward those of the forward operation whose gradient it is.
+        """
         here = self._sites.here()
+        if node is None:
+            return computing()[0] or name, here
         if here.source is not None and here.function != 'backward':
             # A hook of somebody's on a gradient.
             return name, here

@@ -99,11 +99,12 @@ def test_of_several_origins_the_one_without_which_nothing_fails():
     first, second = record(3, 'first'), record(8, 'second')
 
     def answer(request):
-        return None if 8 in request.mended else 'loss'
+        return None if ('second', None) in request.mended else 'loss'
 
     found, requests = walk(Images(batch()), answer, [first, second])
     assert found.origin is second and found.others == [first]
-    assert [request.mended for request in requests[:2]] == [{3}, {8}]
+    assert [request.mended for request in requests[:2]] == [
+        {('first', None)}, {('second', None)}]
     found, _ = walk(Images(batch()), lambda request: 'loss', [first, second])
     assert found.origin is first and found.others == [second]
 
@@ -116,7 +117,8 @@ def test_a_layer_that_levels_share_is_one_place():
     other = record(9, 'other')
     _, requests = walk(Images(batch()), lambda request: 'loss',
                        [*origins, other])
-    assert [request.mended for request in requests[:2]] == [{3, 4, 5}, {9}]
+    assert [request.mended for request in requests[:3]] == [
+        {('op', None)}, {('other', None)}, {('op', None), ('other', None)}]
 
 
 @pytest.mark.parametrize('kind', ['weight', 'buffer'])
@@ -274,7 +276,7 @@ def test_all_processes_make_as_many_replays(others):
     assert found.origin.op == 'log' and unable == [False]
     # One of its own: with another batch a rank may raise by itself.
     assert sum(rounds) == 1 and found.images is None
-    assert len(rounds) == max(1, min(others, 9)) + (others < 50)
+    assert len(rounds) == max(1, min(others, 11)) + (others < 50)
 
 
 def test_a_rank_that_fails_to_search_keeps_step_with_the_others():
@@ -323,9 +325,33 @@ def test_what_was_at_hand_where_something_raised_must_be_tried():
             Images(batch()), lambda request, helps=helps: None if (
                 request.mended and helps) else 'raised',
             [record(3, 'harmless')], failed='raised')
-        assert requests[0].mended == {3}
+        assert requests[0].mended == {('harmless', None)}
         assert (found.origin is not None) is helps
         assert found.replay is None
+
+
+def test_origins_that_only_help_together():
+    """Two areas that both go into a cost, a layer after a layer."""
+    both = [record(3, 'first'), record(8, 'second')]
+    found, _ = walk(Images(batch()), lambda request: (
+        'grads' if len(request.mended) == 2 else 'raised'), both,
+        failed='raised')
+    # That something later fails then is another matter.
+    assert found.origin is both[0] and found.others == [both[1]]
+    assert 'first and second set to 0' in found.tests[0]
+
+
+def test_what_shows_once_the_first_is_gone_is_tried_too():
+    first, second = record(3, 'first'), record(8, 'second')
+
+    def answer(request):
+        if len(request.mended) == 1:
+            return Outcome('raised', [second], raised='E')
+        return None if request.mended else 'raised'
+
+    found, requests = walk(Images(batch()), answer, [first],
+                           failed='raised')
+    assert found.origin is first and len(requests[1].mended) == 2
 
 
 @pytest.mark.parametrize('kind', ['annotation', 'input', 'weight'])

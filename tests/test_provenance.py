@@ -204,7 +204,7 @@ def test_mending_an_origin_shows_that_it_was_it():
 
     (record, ), result = follow(compute)
     assert not is_finite(result)
-    _, result = follow(compute, mended=[record.index])
+    _, result = follow(compute, mended=[(record.op, record.site.source)])
     assert result == 3
 
 
