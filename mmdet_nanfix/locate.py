@@ -80,6 +80,7 @@ class Findings:
         tests: Replays and what they showed, in words.
         replay: Why there is no origin, in words, or None.
         outcome: Of the first replay.
+        trials: Replays that were made to choose among origins.
     """
 
     failed: Optional[str] = None
@@ -89,6 +90,7 @@ class Findings:
     tests: List[str] = dataclasses.field(default_factory=list)
     replay: Optional[str] = None
     outcome: Optional[Outcome] = None
+    trials: int = 0
 
 
 Search = Generator[Request, Outcome, Findings]
@@ -189,6 +191,7 @@ def _tried(records: List[Record], first: Outcome, found: Findings
     groups = [records[:1], records[1:2]] if len(records) > 1 else []
     together = list(records)
     for group in (*groups, together, together):
+        found.trials += 1
         outcome = yield Request(mended=frozenset(
             (record.op, record.site.source) for record in group))
         if outcome.error is None and _ORDER.index(
@@ -219,7 +222,7 @@ class _Blame:
         self._last_good = last_good
         self._bad = images.bad_annotations(num_classes)
         self._found = found
-        self._left = _MOST
+        self._left = _MOST - found.trials
 
     def go(self) -> Generator[Request, Outcome, None]:
         """Annotations first, then whole images."""
