@@ -44,7 +44,8 @@ __all__ = ['Findings', 'Locator', 'Request', 'search']
 
 # Replays with another batch, and replays in all; each costs about a step.
 _MOST = 6
-_ROUNDS = _MOST + 5
+_LEAST = 4
+_ROUNDS = _MOST + 4
 
 
 Place = Tuple[str, Optional[str]]
@@ -60,11 +61,14 @@ class Request:
         batch: In the place of the one that failed, or None for that.
         probe: Whether origins are looked for.
         mended: Name and source of operations whose results are set to 0.
+        until: The way to fail that is asked about; what comes after it is
+            not looked at.
     """
 
     batch: Optional[Any] = None
     probe: bool = False
     mended: FrozenSet[Place] = frozenset()
+    until: Optional[str] = None
 
 
 @dataclasses.dataclass
@@ -166,8 +170,7 @@ def _choose(outcome: Outcome, found: Findings, alone: bool
     places: Dict[Any, Record] = {}
     for record in outcome.origins:
         # A layer that is shared by levels is one place.
-        places.setdefault((record.op, record.site.source, record.given),
-                          record)
+        places.setdefault((*_place(record), record.given), record)
     firsts = list(places.values())
     tried = [record for record in firsts if record.seen and not record.given]
     raised = outcome.failed == 'raised'
@@ -186,31 +189,45 @@ def _tried(records: List[Record], first: Outcome, found: Findings
            ) -> Generator[Request, Outcome, Optional[Record]]:
     """The origin without which the failure is gone, or none.
 
-    Together if not one by one: then the first of them.
+    All together at first: what does not help then does not help alone.
     """
-    groups = [records[:1], records[1:2]] if len(records) > 1 else []
-    together = list(records)
-    for group in (*groups, together, together):
+
+    def helps(group: Sequence[Record]
+              ) -> Generator[Request, Outcome, Tuple[bool, Outcome]]:
         found.trials += 1
         outcome = yield Request(mended=frozenset(
-            (record.op, record.site.source) for record in group))
-        if outcome.error is None and _ORDER.index(
-                outcome.failed) > _ORDER.index(first.failed):
-            names = ' and '.join(dict.fromkeys(
-                record.op for record in group[:3]))
-            found.tests.append(f'with the result of {names} set to 0 it '
-                               'does not come')
-            return group[0]
-        if group is together:
-            # What was bad before it was tried may now be an origin.
-            more = [record for record in outcome.origins
-                    if record.seen and not record.given
-                    and not any((record.op, record.site.source) == (
-                        other.op, other.site.source) for other in together)]
-            if not more:
-                break
-            together.extend(more)
-    return None
+            map(_place, group)), until=first.failed)
+        gone = _is_gone(outcome, first)
+        if gone:
+            names = dict.fromkeys(record.op for record in group[:3])
+            found.tests.append(f'with the result of {" and ".join(names)} '
+                               'set to 0 it does not come')
+        return gone, outcome
+
+    gone, outcome = yield from helps(records)
+    if not gone:
+        # What was bad before may now be an origin.
+        known = set(map(_place, records))
+        more = [record for record in outcome.origins if record.seen
+                and not record.given and _place(record) not in known]
+        if more:
+            gone, _ = yield from helps([*records, *more])
+        return records[0] if gone else None
+    for record in records[:2] if len(records) > 1 else []:
+        gone, _ = yield from helps([record])
+        if gone:
+            return record
+    return records[0]
+
+
+def _place(record: Record) -> Place:
+    return record.op, record.site.source
+
+
+def _is_gone(outcome: Outcome, first: Outcome) -> bool:
+    """Whether a replay came further than the first."""
+    return outcome.error is None and _ORDER.index(
+        outcome.failed) > _ORDER.index(first.failed)
 
 
 class _Blame:
@@ -222,7 +239,7 @@ class _Blame:
         self._last_good = last_good
         self._bad = images.bad_annotations(num_classes)
         self._found = found
-        self._left = _MOST - found.trials
+        self._left = max(_LEAST, _MOST - found.trials)
 
     def go(self) -> Generator[Request, Outcome, None]:
         """Annotations first, then whole images."""
@@ -233,7 +250,7 @@ class _Blame:
         image = yield from self._which_image()
         if image is not None and (yield from self._stays(image)):
             self._found.tests.append(
-                'with another image in its place nothing fails')
+                'with another image in its place it does not come')
             self._found.images = [image.to_image()]
 
     def not_finite(self) -> None:
@@ -255,15 +272,16 @@ class _Blame:
 
     def _holds(self, batch: Optional[Any]
                ) -> Generator[Request, Outcome, bool]:
-        """Whether nothing fails with another batch."""
-        if batch is None or self._left == 0:
+        """Whether the failure does not come with another batch."""
+        first = self._found.outcome
+        if batch is None or self._left == 0 or first is None:
             return False
         self._left -= 1
-        outcome = yield Request(batch=batch)
+        outcome = yield Request(batch=batch, until=first.failed)
         if outcome.error is not None:
             self._found.tests.append(f'a test {outcome.error}')
             self._left = 0
-        return outcome.error is None and outcome.failed is None
+        return _is_gone(outcome, first)
 
     def _which_annotation(self) -> Generator[Request, Outcome, None]:
         """Which of the annotations that look bad is enough by itself."""
@@ -275,7 +293,7 @@ class _Blame:
                     break
         self._found.images = [bad.to_image() for _, bad in blamed]
         self._found.tests.append(
-            f'with {_named(blamed)} repaired nothing fails')
+            f'with {_named(blamed)} repaired it does not come')
 
     def _which_image(self) -> Generator[Request, Outcome, Optional[Image]]:
         """The one image without which nothing fails, or None."""
@@ -471,7 +489,8 @@ class Locator:
         batch = kept.put_back() if asked.batch is None else asked.batch
         try:
             return self._replays.run(forward, batch, scale,
-                                     buffers.watched(), probe, backward)
+                                     buffers.watched(), probe, backward,
+                                     asked.until)
         finally:
             kept.put_back()
 

@@ -131,7 +131,7 @@ class Replays:
 
     def run(self, forward: Forward, batch: Any, scale: float,
             buffers: Mapping[str, Tensor], probe: Optional[Provenance] = None,
-            backward: bool = False) -> Outcome:
+            backward: bool = False, until: Optional[str] = None) -> Outcome:
         """Run once and look at what comes out.
 
         Args:
@@ -141,11 +141,12 @@ class Replays:
             buffers: Those that must stay finite, by name.
             probe: Looks for origins, if given.
             backward: Go back from a loss that is not finite too.
+            until: ``raised`` or ``loss``: nothing after that is looked at.
 
         Returns:
             The outcome; gradients are gone, all else is as before.
         """
-        run = _Run(self._model, scale, buffers, probe, backward)
+        run = _Run(self._model, scale, buffers, probe, backward, until)
         try:
             self._transaction.begin()
             forward.rng.restore()
@@ -183,13 +184,14 @@ class _Run:
 
     def __init__(self, model: nn.Module, scale: float,
                  buffers: Mapping[str, Tensor], probe: Optional[Provenance],
-                 backward: bool) -> None:
+                 backward: bool, until: Optional[str]) -> None:
         self.outcome = Outcome()
         self._model = model
         self._scale = scale
         self._buffers = buffers
         self._probe = probe
         self._backward = backward
+        self._until = until
         self._losses: Dict[str, List[Tensor]] = {}
 
     def drop_gradients(self) -> None:
@@ -224,6 +226,8 @@ class _Run:
             loss: Scalar, unscaled.
             **kwargs: Of ``backward``.
         """
+        if self._until == 'raised':
+            return
         with _unseen():
             if self._probe is not None:
                 self.outcome.owners = {
@@ -232,8 +236,8 @@ class _Run:
                     for key, terms in self._losses.items()}
             if not is_finite(loss):
                 self._fail('loss', [loss])
-        if not loss.requires_grad or self.outcome.failed and (
-                not self._backward):
+        if not loss.requires_grad or self._until == 'loss' or (
+                self.outcome.failed and not self._backward):
             return
         (loss * self._scale).backward(**kwargs)
         with _unseen():
@@ -245,6 +249,8 @@ class _Run:
 
     def finish(self) -> None:
         """Look at the buffers, where all else is finite."""
+        if self._until in ('raised', 'loss'):
+            return
         with _unseen():
             buffers = list(self._buffers.values())
             bad = [buffers[index] for index in bad_tensors(buffers)]

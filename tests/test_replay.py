@@ -144,3 +144,15 @@ def test_a_training_step_is_run_by_the_host():
     outcome = replays.run(Forward(KeptBatch(batch), Rng(), True), batch, 1.,
                           {})
     assert outcome.failed == 'loss' and seen == [batch]
+
+
+@pytest.mark.parametrize('how, until, failed', [
+    ('grads', 'loss', None), ('loss', 'raised', None), ('loss', 'loss',
+                                                        'loss'),
+    ('buffer', 'loss', None), ('grads', 'grads', 'grads')])
+def test_nothing_is_looked_at_after_what_is_asked_about(how, until, failed):
+    model, run, _ = setup(how=how)
+    went = []
+    model.bbox_head.weight.register_hook(went.append)
+    assert run(until=until).failed == failed
+    assert bool(went) is (until == 'grads')
