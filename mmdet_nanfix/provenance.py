@@ -149,8 +149,8 @@ class Provenance(TorchDispatchMode):
         sites: Finds places in the code.
         given: What is non-finite from the start: name and tensor by kind.
         meant: Buffers that hold infinities on purpose.
-        mended: Name and source of operations whose result is set to 0
-            where it is not finite, all of it.
+        mended: Name and source of origins whose result is set to 0, all of
+            it.
 
     Attributes:
         index: Operations so far.
@@ -288,7 +288,7 @@ class Provenance(TorchDispatchMode):
                 # On a GPU this is one operation.
                 record.op = name
             place = name, self._sites.here()
-            if results and self._mend(place, results):
+            if results and not bad and self._mend(place, results):
                 return out
             if results and not inside:
                 self._note(place, results, bad, tensors, False)
@@ -388,7 +388,11 @@ class Provenance(TorchDispatchMode):
         if constant:
             # Numbers that come in from Python or numpy.
             name, bad = _module_of(site), []
-        if not self._mend((name, site), spoiled):
+        # What passes on something bad is no origin, and is left alone.
+        passed_on = [*held, *(record for value in bad
+                              for record in self._parents(value, site))]
+        if not (all(record.meant for record in passed_on)
+                and self._mend((name, site), spoiled)):
             self._note((name, site), spoiled, bad, inputs, asked,
                        node is not None, held)
 

@@ -337,3 +337,19 @@ def test_a_kind_of_parameter_of_somebodys():
     (record, ) = follow(lambda: (weight * 2).detach().sum(),
                         given=[('weight', 'a', weight)])[0]
     assert record.given == ('weight', 'a')
+
+
+def test_what_passes_something_bad_on_is_not_mended():
+    """At one line, an origin and what follows from another."""
+    def compute():
+        results = [x.sqrt() for x in (ZERO.log() * 0, ONE - 2)]
+        return results[0].sum() + results[1].sum()
+
+    records, _ = follow(compute)
+    assert [record.op for record in records] == ['log', 'sqrt']
+    _, result = follow(compute, mended=[
+        (records[1].op, records[1].site.source)])
+    assert not is_finite(result)
+    _, result = follow(compute, mended=[
+        (record.op, record.site.source) for record in records])
+    assert is_finite(result)
