@@ -19,9 +19,11 @@ tensors               torch
 ``step``              the guarded step: decide, keep the evidence
 ``watch``             what a model is given and makes of it in one forward
 ``evidence``          what a failed step shows, and where it began
-``locate``            the search for operation, image and annotation
+``locate``            makes the replays that a search asks for
+``search``            the search for operation, image and annotation
 ``replay``            a failing forward and its backward, once more
 ``provenance``        the probe: where non-finite numbers come from
+``origins``           what is noted of an operation
 ``sites``             where in the code an operation is called from
 ``batches``           a batch as it was, and others made of it
 ``raisers``           functions that raise for non-finite numbers

@@ -14,9 +14,9 @@ from typing import (
 
 from .finite import kind_of
 from .heads import UNKNOWN, Parts
-from .locate import Findings
-from .provenance import Record
+from .origins import Record
 from .records import HeadState, Where
+from .search import Findings
 from .sites import Site
 from .trial import Raised
 

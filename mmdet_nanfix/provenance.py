@@ -37,9 +37,10 @@ from torch.utils._pytree import tree_leaves
 
 from .finite import describe, is_finite
 from .half_ops import computing
+from .origins import Record, Span, bad_rows, module_of, span_of
 from .sites import Site, Sites
 
-__all__ = ['Provenance', 'Record']
+__all__ = ['Provenance']
 
 # They return memory as they find it.
 _UNWRITTEN = frozenset({'empty', 'empty_like', 'empty_strided', 'new_empty',
@@ -63,60 +64,6 @@ def _is_floating(value: Any) -> bool:
             and (value.is_floating_point() or value.is_complex())
             and value.layout == torch.strided and value.numel() > 0
             and value.device.type != 'meta')
-
-
-@dataclasses.dataclass(eq=False)
-class Record:
-    """One operation with a non-finite result, or something given that way.
-
-    Attributes:
-        index: Count of the operations before it; the same in each replay.
-        op: Its name.
-        site: Where it was called from; in a backward, where the forward
-            operation was whose gradient this is.
-        given: What it was, where it was there before: ``input``,
-            ``annotation``, ``weight`` or ``buffer``, and its name.
-        parents: What its non-finite inputs come from.
-        meant: An infinity that was asked for, or follows from one.
-        backward: Whether it ran in a backward.
-        inputs: Of :func:`describe`, of an origin.
-        outputs: Likewise.
-        seen: Whether it ran under the probe; else ``index`` is of what
-            used its result.
-        rows: Indices along the first dimension of the output that are not
-            finite, of an origin; and that dimension.
-    """
-
-    index: int
-    op: str
-    site: Site
-    given: Optional[Tuple[str, str]] = None
-    parents: List['Record'] = dataclasses.field(default_factory=list)
-    meant: bool = False
-    backward: bool = False
-    inputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
-    outputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
-    seen: bool = True
-    rows: Tuple[List[int], int] = dataclasses.field(
-        default_factory=lambda: ([], 0))
-
-    @property
-    def is_origin(self) -> bool:
-        """Whether nothing that it was given was bad, but on purpose."""
-        return all(parent.meant for parent in self.parents)
-
-
-#: Where in a storage something bad is, in bytes, and what made it so.
-_Span = Tuple[int, int, Record]
-
-
-def _span(tensor: Tensor) -> Tuple[int, int]:
-    """First and last byte of a tensor in its storage."""
-    size = tensor.element_size()
-    begin = tensor.storage_offset() * size
-    reach = sum((length - 1) * stride for length, stride in zip(
-        tensor.shape, tensor.stride()))
-    return begin, begin + (reach + 1) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +118,7 @@ class Provenance(TorchDispatchMode):
         self._mended = frozenset(mended)
         # Storages that hold something bad, by address. A weak reference
         # keeps an address from being used again, not the memory.
-        self._bad: Dict[int, Tuple[StorageWeakRef, List[_Span]]] = {}
+        self._bad: Dict[int, Tuple[StorageWeakRef, List[Span]]] = {}
         self._made: Dict[int, Tuple[StorageWeakRef, Site]] = {}
         # Where the forward operation of each autograd node was called from.
         self._nodes: Dict[int, Tuple[str, Site]] = {}
@@ -185,7 +132,7 @@ class Provenance(TorchDispatchMode):
 
     def _mark(self, tensor: Tensor, record: Record) -> None:
         """A tensor is bad, and what else is in its memory may be too."""
-        begin, end = _span(tensor)
+        begin, end = span_of(tensor)
         weak = StorageWeakRef(tensor.untyped_storage())
         _, known = self._bad.get(weak.cdata, (weak, []))
         others = [item for item in known
@@ -199,7 +146,7 @@ class Provenance(TorchDispatchMode):
         known = self._bad.get(tensor.untyped_storage()._cdata)
         if known is None or is_finite(tensor):
             return []
-        begin, end = _span(tensor)
+        begin, end = span_of(tensor)
         return [record for first, last, record in known[1]
                 if first < end and last > begin]
 
@@ -387,7 +334,7 @@ class Provenance(TorchDispatchMode):
         name, site = self._place(schema.name, node)
         if constant:
             # Numbers that come in from Python or numpy.
-            name, bad = _module_of(site), []
+            name, bad = module_of(site), []
         # What passes on something bad is no origin, and is left alone.
         passed_on = [*held, *(record for value in bad
                               for record in self._parents(value, site))]
@@ -425,7 +372,7 @@ class Provenance(TorchDispatchMode):
             record.inputs = [describe(value)
                              for value in self._scope[1] or inputs]
             record.outputs = [describe(value) for value in spoiled]
-            record.rows = _bad_rows(spoiled[0])
+            record.rows = bad_rows(spoiled[0])
         for value in spoiled:
             self._mark(value, record)
 
@@ -455,8 +402,8 @@ class Provenance(TorchDispatchMode):
             maker = self._made.get(tensor.untyped_storage()._cdata)
             site = maker[1] if maker is not None else site
             found = [Record(
-                self.index - 1, _module_of(site), site, seen=False,
-                outputs=[describe(tensor)], rows=_bad_rows(tensor))]
+                self.index - 1, module_of(site), site, seen=False,
+                outputs=[describe(tensor)], rows=bad_rows(tensor))]
             self._mark(tensor, found[0])
         return found
 
@@ -465,20 +412,3 @@ def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:
     """Whether a finite number is an infinity in the dtype of a result."""
     return any(abs(value) > torch.finfo(result.dtype).max
                for result in results)
-
-
-def _bad_rows(tensor: Tensor) -> Tuple[List[int], int]:
-    """Rows of a tensor that are not finite, and the number of rows."""
-    if tensor.dim() < 2:
-        return [], 0
-    rows = (~torch.isfinite(tensor.detach())).flatten(1).any(1)
-    return rows.nonzero().flatten().tolist(), len(rows)
-
-
-def _module_of(site: Site) -> str:
-    """A name for what is not dispatched: of the function that called it."""
-    path = (site.source or '?').rpartition(':')[0]
-    name = path.replace('\\', '/').rpartition('site-packages/')[2]
-    name = name[:-len('.py')] if name.endswith('.py') else name
-    return f'{name.replace("/", ".").strip(".")}.{site.function}'
-

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from .batches import KeptBatch
 from .finite import bad_tensors, is_finite
 from .heads import loss_terms
-from .provenance import Provenance, Record
+from .origins import Record
+from .provenance import Provenance
 from .sites import Site, is_library
 from .transaction import Rng, Transaction
 

@@ -29,11 +29,12 @@ from .evidence import (
 )
 from .finite import Anchor, bad_tensors
 from .heads import Parts, loss_terms
-from .locate import Findings, Locator
+from .locate import Locator
 from .picture import Undo
 from .policy import LossScale, StopRule
 from .records import Counts, Incident, LossScaleChange
 from .replay import Forward, Host
+from .search import Findings
 from .sites import Site
 from .transaction import Transaction
 from .trial import Raised

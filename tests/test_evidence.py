@@ -9,9 +9,9 @@ from mmdet_nanfix.evidence import (
     where_raised,
 )
 from mmdet_nanfix.heads import Parts
-from mmdet_nanfix.locate import Findings
-from mmdet_nanfix.provenance import Record
+from mmdet_nanfix.origins import Record
 from mmdet_nanfix.records import HeadState, Where
+from mmdet_nanfix.search import Findings
 from mmdet_nanfix.sites import Site
 from mmdet_nanfix.trial import Raised
 

@@ -23,9 +23,9 @@ MODULES = {
     'tensors': ['annotations', 'arguments', 'batches', 'buffers',
                 'emulation', 'evidence', 'finite', 'half_ops',
                 'half_sampling', 'head_methods', 'heads', 'locate',
-                'loss_formulas', 'picture', 'precision', 'provenance',
-                'raisers', 'regions', 'replay', 'sites', 'step',
-                'transaction', 'trial', 'watch'],
+                'loss_formulas', 'origins', 'picture', 'precision',
+                'provenance', 'raisers', 'regions', 'replay', 'search',
+                'sites', 'step', 'transaction', 'trial', 'watch'],
     'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
