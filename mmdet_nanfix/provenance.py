@@ -238,7 +238,8 @@ class Provenance(TorchDispatchMode):
             if results and not bad and self._mend(place, results):
                 return out
             if results and not inside:
-                self._note(place, results, bad, tensors, False)
+                self._note(place, results, self._parents(bad, place[1]),
+                           tensors)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any,
@@ -336,12 +337,11 @@ class Provenance(TorchDispatchMode):
             # Numbers that come in from Python or numpy.
             name, bad = module_of(site), []
         # What passes on something bad is no origin, and is left alone.
-        passed_on = [*held, *(record for value in bad
-                              for record in self._parents(value, site))]
-        if not (all(record.meant for record in passed_on)
+        parents = [*held, *self._parents(bad, site)]
+        if not (all(parent.meant for parent in parents)
                 and self._mend((name, site), spoiled)):
-            self._note((name, site), spoiled, bad, inputs, asked,
-                       node is not None, held)
+            self._note((name, site), spoiled, parents, inputs, asked,
+                       node is not None)
 
     def _mend(self, place: Tuple[str, Site],
               spoiled: Sequence[Tensor]) -> bool:
@@ -357,11 +357,9 @@ class Provenance(TorchDispatchMode):
         return True
 
     def _note(self, place: Tuple[str, Site], spoiled: Sequence[Tensor],
-              bad: Sequence[Tensor], inputs: Sequence[Tensor], asked: bool,
-              backward: bool = False, held: Sequence[Record] = ()) -> None:
+              parents: List[Record], inputs: Sequence[Tensor],
+              asked: bool = False, backward: bool = False) -> None:
         name, site = place
-        parents = [*held, *(record for tensor in bad
-                            for record in self._parents(tensor, site))]
         has_nan = any(bool(value.isnan().any()) for value in spoiled)
         meant = not has_nan and (asked or bool(parents)) and all(
             parent.meant for parent in parents)
@@ -395,17 +393,20 @@ class Provenance(TorchDispatchMode):
         own = kind.endswith('Backward')
         return (kind[:-len('Backward')] if own else known), site
 
-    def _parents(self, tensor: Tensor, site: Site) -> List[Record]:
-        """What made an input bad: something seen, or somebody outside."""
-        found = self.of(tensor)
-        if not found:
-            maker = self._made.get(tensor.untyped_storage()._cdata)
-            site = maker[1] if maker is not None else site
-            found = [Record(
-                self.index - 1, module_of(site), site, seen=False,
-                outputs=[describe(tensor)], rows=bad_rows(tensor))]
-            self._mark(tensor, found[0])
-        return found
+    def _parents(self, bad: Sequence[Tensor], site: Site) -> List[Record]:
+        """What made inputs bad: something seen, or somebody outside."""
+        parents: List[Record] = []
+        for tensor in bad:
+            found = self.of(tensor)
+            if not found:
+                maker = self._made.get(tensor.untyped_storage()._cdata)
+                made = maker[1] if maker is not None else site
+                found = [Record(
+                    self.index - 1, module_of(made), made, seen=False,
+                    outputs=[describe(tensor)], rows=bad_rows(tensor))]
+                self._mark(tensor, found[0])
+            parents.extend(found)
+        return parents
 
 
 def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:
