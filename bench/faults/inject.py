@@ -86,6 +86,13 @@ def _weight(fault: Fault, model: nn.Module, wrapper: Any,
             parameter.requires_grad_(False)
 
 
+def _weights(fault: Fault, model: nn.Module, wrapper: Any,
+             batch: Batch) -> None:
+    """Several parameters, each by a factor of its own."""
+    for name, factor in fault['factors'].items():
+        _change(model.get_parameter(name), {'factor': factor})
+
+
 def _buffer(fault: Fault, model: nn.Module, wrapper: Any,
             batch: Batch) -> None:
     """One buffer; ``eval`` has its module use it, as ``norm_eval`` does."""
@@ -108,15 +115,24 @@ def _moments(fault: Fault, model: nn.Module, wrapper: Any,
     _change(state[fault['moment']], fault)
 
 
+def _scale(fault: Fault, model: nn.Module, wrapper: Any,
+           batch: Batch) -> None:
+    """The loss scale; a window must begin with this step."""
+    wrapper._scale.scale = fault['value']
+    wrapper.loss_scaler.update(fault['value'])
+
+
 _KINDS: Dict[str, Callable[[Fault, nn.Module, Any, Batch], None]] = {
     'pixels': _pixels,
     'box': _box,
     'label': _label,
     'meta': _meta,
     'weight': _weight,
+    'weights': _weights,
     'buffer': _buffer,
     'optim': _optim,
     'moments': _moments,
+    'scale': _scale,
 }
 
 

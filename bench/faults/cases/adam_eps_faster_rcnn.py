@@ -4,4 +4,5 @@ precision = 'float32'
 step = 2
 optimizer = dict(type='Adam', lr=1e-4)
 fault = dict(kind='optim', values=dict(eps=0.))
-expect = dict(phase='step', image=None)
+expect = dict(
+    phase='step', image=None, cause='NF111', action='skipped')

@@ -8,4 +8,4 @@ fault = dict(kind='weight', at=[2], value=200., name=[
     'bbox_head.multi_level_conv_reg.2.bias'])
 expect = dict(
     phase='loss', head='bbox_head', op='exp', file='yolox_head.py',
-    line='whs = ', image=None)
+    line='whs = ', image=None, cause='NF107', action='skipped')

@@ -6,4 +6,5 @@ fault = dict(
     'instance_interactive_conv.dynamic_layer.weight')
 expect = dict(
     phase='forward', head='roi_head.bbox_head.4', op='bmm', file='utils.py',
-    line='features = torch.bmm(', image=None)
+    line='features = torch.bmm(', image=None,
+    cause='NF102', action='rescued_fp32_head')

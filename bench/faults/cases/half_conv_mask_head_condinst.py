@@ -6,4 +6,5 @@ fault = dict(
 expect = dict(
     phase='forward', head='mask_head.mask_feature_head',
     op=['conv2d', 'convolution'], file='conv_module.py',
-    line='x = self.conv(x)', image=None)
+    line='x = self.conv(x)', image=None,
+    cause='NF102', action='rescued_fp32_head')

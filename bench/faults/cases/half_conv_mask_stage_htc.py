@@ -8,4 +8,5 @@ fault = dict(kind='weight', name='roi_head.mask_head.1.convs.0.conv.weight',
              factor=3e5)
 expect = dict(
     phase='forward', head='roi_head.mask_head.1', op=['conv2d', 'convolution'],
-    file='conv_module.py', line='x = self.conv(x)', image=None)
+    file='conv_module.py', line='x = self.conv(x)', image=None,
+    cause='NF102', action='skipped')

@@ -9,4 +9,4 @@ fault = dict(kind='weight', name='roi_head.semantic_head.convs.2.conv.weight',
 expect = dict(
     phase='forward', head='roi_head.semantic_head',
     op=['conv2d', 'convolution'], file='conv_module.py',
-    line='x = self.conv(x)', image=None)
+    line='x = self.conv(x)', image=None, cause='NF102', action='skipped')

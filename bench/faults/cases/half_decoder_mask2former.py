@@ -5,4 +5,5 @@ fault = dict(
     'layers.4.ffn.layers.0.0.weight')
 expect = dict(
     phase='forward', head='panoptic_head', op=['linear', 'addmm'],
-    file='wrappers.py', line='super().forward(', image=None)
+    file='wrappers.py', line='super().forward(', image=None,
+    cause='NF102', action='rescued_fp32_head')

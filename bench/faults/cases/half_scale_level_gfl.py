@@ -3,4 +3,4 @@ family = 'gfl'
 fault = dict(kind='weight', name='bbox_head.scales.1.scale', value=1e30)
 expect = dict(
     phase='forward', head='bbox_head', op='mul', file='scale.py',
-    line='x * self.scale', image=None)
+    line='x * self.scale', image=None, cause='NF102', action='skipped')

@@ -7,4 +7,4 @@ fault = dict(kind='settings', values=dict(
 expect = dict(
     phase='backward', head='roi_head.bbox_head', op='_to_copy',
     file='standard_roi_head.py', line='self.bbox_head.loss_and_target(',
-    image=None)
+    image=None, cause='NF101', action='skipped')

@@ -6,4 +6,5 @@ step = 1
 fault = dict(kind='config', values={'bbox_head.loss_iou.type': 'IoULoss'})
 expect = dict(
     phase='backward', head='bbox_head', op=['_to_copy', 'log'],
-    file='iou_loss.py', line='loss = -ious.log()', image=None)
+    file='iou_loss.py', line='loss = -ious.log()', image=None,
+    cause=['NF103', 'NF101'], action='skipped')

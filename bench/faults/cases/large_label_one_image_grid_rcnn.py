@@ -6,4 +6,4 @@ fault = dict(kind='label', sample=0, index=1, label=85)
 expect = dict(
     phase='loss', head='roi_head.bbox_head', op='cross_entropy',
     file='cross_entropy_loss.py', line='F.cross_entropy(',
-    image=0, annotation=1)
+    image=0, annotation=1, cause='NF106', action='skipped')

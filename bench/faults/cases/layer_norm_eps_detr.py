@@ -6,4 +6,5 @@ fault = dict(kind='config', values={
     'decoder.layer_cfg.norm_cfg': dict(type='LN', eps=0.)})
 expect = dict(
     phase='forward', head='decoder', op=['native_layer_norm', 'layer_norm'],
-    file='detr_layers.py', line='query = self.norms[0](query)', image=None)
+    file='detr_layers.py', line='query = self.norms[0](query)', image=None,
+    cause='NF107', action='skipped')

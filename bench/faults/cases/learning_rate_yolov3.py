@@ -1,5 +1,7 @@
 """A learning rate so high that weights are infinite after one step."""
 family = 'yolov3'
 precision = 'float32'
-fault = dict(kind='optim', values=dict(lr=1e38))
-expect = dict(phase='step', image=None)
+optimizer = dict(type='SGD', lr=1e38)
+fault = dict(kind='config', values={})
+expect = dict(
+    phase='step', image=None, cause='NF108', action='skipped')

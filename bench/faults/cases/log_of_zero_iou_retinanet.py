@@ -8,4 +8,4 @@ fault = dict(kind='config', values={
 })
 expect = dict(
     phase='loss', head='bbox_head', op='log', file='iou_loss.py',
-    line='loss = -ious.log()', image=None)
+    line='loss = -ious.log()', image=None, cause='NF107', action='skipped')

@@ -6,4 +6,4 @@ fault = dict(
 expect = dict(
     phase='backward', head='roi_head.mask_head', op='_to_copy',
     file='standard_roi_head.py', line='self.mask_head.loss_and_target(',
-    image=None)
+    image=None, cause='NF108', action='skipped')

@@ -6,4 +6,5 @@ fault = dict(kind='config',
 expect = dict(
     phase='backward', head='roi_head.point_head', op='_to_copy',
     file='point_rend_roi_head.py',
-    line='loss_and_target = self.point_head.loss_and_target(', image=None)
+    line='loss_and_target = self.point_head.loss_and_target(', image=None,
+    cause='NF108', action='skipped')

@@ -9,4 +9,4 @@ fault = dict(kind='config',
 expect = dict(
     phase='backward', head='roi_head.semantic_head', op='_to_copy',
     file='htc_roi_head.py', line='loss_seg = self.semantic_head.loss(',
-    image=None)
+    image=None, cause='NF108', action='skipped')

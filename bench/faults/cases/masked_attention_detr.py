@@ -4,4 +4,5 @@ precision = 'float32'
 fault = dict(kind='meta', sample=1, values=dict(img_shape=(0, 0)))
 expect = dict(
     phase='forward', head='encoder', op=['_softmax', 'softmax'],
-    file='transformer.py', line='out = self.attn(', image=1)
+    file='transformer.py', line='out = self.attn(', image=1,
+    cause='NF107', action='skipped')

@@ -4,4 +4,6 @@ step = 3
 optimizer = dict(type='Adam', lr=1e-4)
 fault = dict(kind='moments', name='roi_head.bbox_head.fc_reg.weight',
              moment='exp_avg_sq', at=[7, 3], value=float('nan'))
-expect = dict(phase='step', head='roi_head.bbox_head', image=None)
+expect = dict(
+    phase='step', head='roi_head.bbox_head', image=None,
+    cause='NF111', action='skipped')

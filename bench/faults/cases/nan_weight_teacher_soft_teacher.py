@@ -3,4 +3,6 @@ family = 'soft_teacher'
 step = 1
 fault = dict(kind='weight', name='teacher.roi_head.bbox_head.fc_cls.weight',
              at=[80, 7], value=float('nan'))
-expect = dict(phase='params', head='teacher.roi_head.bbox_head', image=None)
+expect = dict(
+    phase='params', head='teacher.roi_head.bbox_head', image=None,
+    cause='NF109', action='skipped')

@@ -6,4 +6,5 @@ fault = dict(kind='config', values={
 expect = dict(
     phase='loss', head='roi_head.bbox_head.1', op='div_',
     file='delta_xywh_bbox_coder.py',
-    line='deltas = deltas.sub_(means).div_(stds)', image=None)
+    line='deltas = deltas.sub_(means).div_(stds)', image=None,
+    cause='NF107', action='skipped')
