@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import mmdet_nanfix  # noqa: F401  registers
 
 __all__ = ['FAMILIES', 'OTHERS', 'REFUSED', 'batch_for', 'build',
-           'has_masks', 'samples_of', 'train']
+           'build_from', 'config', 'has_masks', 'samples_of', 'train']
 
 # By name: kind, and the config below MMDetection's own ``configs/``.
 FAMILIES = {
@@ -92,17 +92,14 @@ def _shrink(model: Any) -> None:
         model.num_queries = 60
 
 
-def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
-    """One of the tables, initialised from a fixed seed.
+def config(name: str, changes: Optional[Dict[str, Any]] = None) -> Config:
+    """Of one of the tables, made tiny.
 
     Args:
         name: Of a table above.
         changes: Values by dotted key below ``model``, as ``--cfg-options``
             takes them.
     """
-    register_all_modules()
-    for clock in ('iter', 'epoch'):
-        MessageHub.get_current_instance().update_info(clock, 0)
     folder = os.path.join(os.path.dirname(mmdet.__file__), '.mim', 'configs')
     paths = {**OTHERS, **{key: value[1] for key, value in FAMILIES.items()},
              **{key: value[0] for key, value in REFUSED.items()}}
@@ -110,6 +107,24 @@ def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
     _shrink(cfg.model)
     cfg.merge_from_dict({f'model.{key}': value
                          for key, value in (changes or {}).items()})
+    return cfg
+
+
+def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
+    """One of the tables, initialised from a fixed seed.
+
+    Args:
+        name: Of a table above.
+        changes: As for :func:`config`.
+    """
+    return build_from(config(name, changes))
+
+
+def build_from(cfg: Config) -> nn.Module:
+    """The detector of a config, initialised from a fixed seed."""
+    register_all_modules()
+    for clock in ('iter', 'epoch'):
+        MessageHub.get_current_instance().update_info(clock, 0)
     torch.manual_seed(0)
     model = MODELS.build(cfg.model)
     model.init_weights()

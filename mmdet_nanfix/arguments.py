@@ -1,6 +1,6 @@
 """Arguments of an optimizer wrapper, checked and turned into parts."""
 import dataclasses
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 
@@ -11,7 +11,7 @@ __all__ = [
     'Settings', 'checked_dtype', 'device_of', 'scaler_for', 'split_settings'
 ]
 
-_OTHERS = ('max_consecutive', 'max_incidents', 'fp32')
+_OTHERS = ('max_consecutive', 'max_incidents', 'fp32', 'fp32_modules')
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 
 
@@ -43,12 +43,14 @@ class Settings:
         stop: Of the stop rule.
         fp32: Which regions run in fp32, of :data:`~.regions.MODES`.
         max_incidents: How many failed steps are looked into.
+        fp32_modules: Paths of modules that run in fp32 as a whole.
     """
 
     scale: Dict[str, Any] = dataclasses.field(default_factory=dict)
     stop: Dict[str, Any] = dataclasses.field(default_factory=dict)
     fp32: Optional[str] = 'heads'
     max_incidents: Optional[int] = 100
+    fp32_modules: List[str] = dataclasses.field(default_factory=list)
 
 
 def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
@@ -71,6 +73,8 @@ def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
                 raise ValueError('Expected setting `fp32` to be one of '
                                  f'{MODES}, but got {value!r}')
             found.fp32 = value
+        elif key == 'fp32_modules':
+            found.fp32_modules = _names(key, value)
         elif key == 'max_incidents':
             found.max_incidents = _count(key, value)
         elif key == 'max_consecutive':
@@ -82,6 +86,15 @@ def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
                 f'`nanfix` has no setting {key!r}; accepted are '
                 f'{", ".join(_OTHERS)}, {", ".join(scales)}')
     return found
+
+
+def _names(name: str, value: Any) -> List[str]:
+    """A list of names."""
+    if not isinstance(value, (list, tuple)) or not all(
+            isinstance(item, str) for item in value):
+        raise TypeError(f'Expected setting `{name}` to be a list of str, but '
+                        f'got {value!r}')
+    return list(value)
 
 
 def _count(name: str, value: Any) -> Optional[int]:

@@ -235,6 +235,22 @@ class Images:
                 item for where, item in bad if where == group])
         return batch
 
+    def with_pixels(self, images: Iterable[Image], low: float,
+                    high: float) -> Any:
+        """A copy of the batch with the pixels of some images clipped.
+
+        Args:
+            images: Which.
+            low: The smallest; NaN becomes it.
+            high: The largest.
+        """
+        wrong = set(images)
+        batch = copy.deepcopy(self._batch)
+        for image, pixels in Images(batch).pixels():
+            if image in wrong:
+                pixels.nan_to_num_(nan=low).clamp_(low, high)
+        return batch
+
     def without(self, images: Iterable[Image],
                 other: Optional['Images'] = None) -> Optional[Any]:
         """A copy of the batch with good images in the place of some.

@@ -6,6 +6,7 @@ import torch
 from mmengine import dist
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
+from torch import Tensor
 
 from . import emulation
 from .arguments import checked_dtype, device_of, scaler_for, split_settings
@@ -130,6 +131,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
     def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
         scale = LossScale(LossScaleSettings.from_arguments(
             self._loss_scale, overrides))
+        self._in_force = scale.scale
         self.loss_scaler = scaler_for(device_of(self.optimizer),
                                       self._use_fsdp, scale.scale)
         return scale
@@ -139,16 +141,18 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             device_of(self.optimizer) == 'cpu') else ''
         return f'{str(self.cast_dtype)[6:]}{emulated}'
 
-    def _regions(self) -> Optional[str]:
-        return self._fp32 if self.cast_dtype in _HALVES else None
+    def _is_half(self) -> bool:
+        return self.cast_dtype in _HALVES
 
     def _autocast(self) -> Any:
         device = device_of(self.optimizer)
-        if self.cast_dtype not in _HALVES:
+        dtype = torch.bfloat16 if 'bfloat16' in self._more else (
+            self.cast_dtype)
+        if dtype not in _HALVES or 'all' in self._more:
             return contextlib.nullcontext()
         if device == 'cpu':
-            return emulation.cuda_autocast(self.cast_dtype)
-        return torch.autocast(device, self.cast_dtype)
+            return emulation.cuda_autocast(dtype)
+        return torch.autocast(device, dtype)
 
     def _found_inf(self) -> bool:
         """Result of the check of the gradients; the one read of a step.
@@ -176,6 +180,16 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
     def _fused(self) -> bool:
         return getattr(self.optimizer, '_step_supports_amp_scaling', False)
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self.loss_scaler.scale(loss)
+        return scaled
+
+    def _gradient_norm(self) -> Optional[Tensor]:
+        norm = super()._gradient_norm()
+        # A fused optimizer unscales by itself, later.
+        return norm / self._in_force if norm is not None and (
+            self._fused and not self.clip_grad_kwargs) else norm
+
     def _apply(self, **kwargs: Any) -> None:
         if self._fused:
             # The scaler tells it whether gradients are unscaled already.
@@ -190,8 +204,10 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             self.loss_scaler.scale(torch.zeros(
                 (), device=device_of(self.optimizer)))
         self.loss_scaler.update(scale)
+        self._in_force = scale
 
     def _reload(self) -> None:
+        self._in_force = self._scale.scale
         self.loss_scaler.load_state_dict(self._scale.state_dict())
 
 

@@ -21,10 +21,12 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    'Anchor', 'bad_tensors', 'can_be_checked', 'describe', 'flag_of',
-    'is_finite', 'kind_of', 'leaves_of'
+    'Anchor', 'FillGauge', 'bad_tensors', 'can_be_checked', 'describe',
+    'flag_of', 'is_finite', 'kind_of', 'leaves_of', 'norm_of'
 ]
 
 
@@ -179,6 +181,66 @@ def flag_of(tensors: Sequence[Tensor], device: torch.device
         norm if norm.device == device else norm.to(device)
         for norm in norms])
     return (stacked - stacked).sum()
+
+
+def norm_of(tensors: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
+    """L2 norm of all tensors together, in fp32; no device sync.
+
+    Three calls for tensors of one dtype and device; strided tensors only.
+
+    Returns:
+        A scalar; None for no tensors.
+    """
+    alike: Dict[Any, List[Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None and can_be_checked(tensor):
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    norms: List[Tensor] = []
+    for (dtype, _), group in alike.items():
+        # The norm of half numbers leaves half's range.
+        wide = torch.finfo(dtype).bits < 32
+        norms += torch._foreach_norm(
+            [tensor.float() for tensor in group] if wide else group, 2)
+    if not norms:
+        return None
+    first = norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms if len(alike) == 1 else [
+        norm.to(first.device, torch.float32) for norm in norms]))
+
+
+class FillGauge(TorchDispatchMode):
+    """Region in which the largest half number that is computed is noted.
+
+    Two calls an operation with a half result.
+
+    Attributes:
+        filled: That number as a share of the largest of its dtype; one read
+            for each device. 0 where nothing was in half.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._largest: Dict[Any, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any,
+                           args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and value.dtype in (
+                    torch.float16, torch.bfloat16) and can_be_checked(value):
+                place = value.dtype, value.device
+                largest = torch.linalg.vector_norm(value.detach(), math.inf)
+                known = self._largest.get(place)
+                self._largest[place] = largest if known is None else (
+                    torch.maximum(largest, known))
+        return out
+
+    @property
+    def filled(self) -> float:
+        """See the class."""
+        return max((float(value) / torch.finfo(dtype).max for (
+            dtype, _), value in self._largest.items()), default=0.)
 
 
 def kind_of(value: float) -> Optional[str]:

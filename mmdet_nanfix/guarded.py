@@ -6,7 +6,18 @@
 import contextlib
 import logging
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from mmengine import dist
@@ -16,13 +27,15 @@ from torch import Tensor, nn
 
 from . import raisers, regions
 from .arguments import device_of, split_settings
+from .head_methods import names_in
 from .journal import Journal, say, warn
 from .loss_formulas import exact_cost, finite_forward
 from .picture import Picture, Undo
-from .policy import LossScale, StopRule
+from .policy import LossScale, StickyParts, StopRule
 from .precision import not_compiled
 from .records import NonFiniteError
 from .replay import Host
+from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 
 __all__ = ['Guarded']
@@ -65,47 +78,15 @@ def _segfaults(model: nn.Module) -> bool:
     """Whether a backward of NaN ends the process.
 
     mmcv's deformable convolutions on a CPU index with what they sample at.
+    Known by the function that a layer calls: SAConv2d is none of them.
     """
-    return _holds(model, 'DeformConv2d', 'ModulatedDeformConv2d')
+    calls = {'deform_conv2d', 'modulated_deform_conv2d'}
+    return any(calls & names_in(kind, 'forward')
+               for kind in set(map(type, model.modules())))
 
 
-class _StandIn(OptimWrapper):
-    """Stands for a wrapper in a replay: as it is, but for the update.
-
-    Args:
-        real: The wrapper.
-        on_loss: Called with the loss of the step, unscaled.
-    """
-
-    def __init__(self, real: 'Guarded',
-                 on_loss: Callable[..., None]) -> None:
-        self.__dict__.update(real.__dict__)
-        self.__dict__.pop('step', None)
-        self._real = real
-        self._on_loss = on_loss
-
-    def optim_context(self, model: nn.Module) -> Any:
-        """Autocast and regions."""
-        return self._real._replayed()
-
-    def update_params(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Hand over the loss."""
-        self.backward(self.scale_loss(loss))
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """As for a step in the middle of a window."""
-        return loss / self._accumulative_counts
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Hand over the loss."""
-        with self._real._switched():
-            self._on_loss(loss, **kwargs)
-
-    def step(self, **kwargs: Any) -> None:
-        """Nothing moves."""
-
-    def zero_grad(self, **kwargs: Any) -> None:
-        """Gradients are the replay's."""
+# Of what a request computes in fp32, what is no part of the model.
+_PRECISIONS = ('losses', 'heads', 'all', 'bfloat16')
 
 
 class Guarded(OptimWrapper):
@@ -117,6 +98,7 @@ class Guarded(OptimWrapper):
 
     _guard: Optional[GuardedStep] = None
     _whole: Optional[nn.Module] = None
+    _loaded: Dict[str, Any] = {}
     _stock = False
     _look_first = False
     _alone = True
@@ -124,6 +106,8 @@ class Guarded(OptimWrapper):
     _nanfix: Dict[str, Any] = {}
     _fp32: Optional[str] = None
     _max_incidents: Optional[int] = None
+    # What is more in fp32 during a replay, as a request says it.
+    _more: Tuple[str, ...] = ()
 
     def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
         """Begin to guard, with settings that win over those it has."""
@@ -136,9 +120,12 @@ class Guarded(OptimWrapper):
         self._max_incidents = settings.max_incidents
         self._scale = self._scale_of(settings.scale)
         self._stop = StopRule(**settings.stop)
+        self._sticky = StickyParts(settings.fp32_modules)
         self._journal = Journal(self._stop)
         #: Whether the last optimizer step was skipped.
         self.skipped = False
+        #: What a rescued step has returned for the log, or None.
+        self.logged: Any = None
 
     def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
         """The loss scale with these settings."""
@@ -166,15 +153,21 @@ class Guarded(OptimWrapper):
         alone = dist.get_world_size() == 1 and model is self._whole
         self._look_first = alone and _segfaults(model) and (
             device_of(self.optimizer) == 'cpu')
+        self._alone = alone
+        self._check_modules(model)
+        half = self._is_half()
+        host = Host(
+            self._train_again, self._replayed, self._switched,
+            [sys.modules[name] for name in ('mmcv._ext', )
+             if name in sys.modules], self._at_precision, half,
+            self._regions(), 1 / self._accumulative_counts,
+            Retries(self, self._whole) if half else None)
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,
-            others=[self._hub_undo], sharded=sharded, host=Host(
-                self._train_again, self._replayed, self._switched,
-                [sys.modules[name] for name in ('mmcv._ext', )
-                 if name in sys.modules]),
-            max_incidents=self._max_incidents)
-        self._alone = alone
+            others=[self._hub_undo], sharded=sharded, host=host,
+            max_incidents=self._max_incidents, sticky=self._sticky)
+        self._guard.history.load_state_dict(self._loaded)
         if not alone:
             raisers.install()
         if self._regions() is not None:
@@ -190,6 +183,40 @@ class Guarded(OptimWrapper):
                 + (', ...' if len(names) > 3 else ''))
         return self._guard
 
+    def _check_modules(self, model: nn.Module) -> None:
+        """Refuse names that are no modules; make ready those that are."""
+        self._parts: Dict[str, FrozenSet[int]] = {}
+        names = dict(model.named_modules())
+        for name in self._sticky.names:
+            if name not in names and name not in _PRECISIONS:
+                raise ValueError(
+                    'Expected setting `fp32_modules` to name modules of the '
+                    f'{type(model).__name__}, but it has no {name!r}; it has '
+                    f'{", ".join(dict(model.named_children()))} and below')
+
+    def _parts_of(self, names: Iterable[str]) -> FrozenSet[int]:
+        """What runs in fp32 as a whole, of the modules so named."""
+        model: Any = self._guard.model if self._guard else None
+        for name in names:
+            if name not in self._parts:
+                if not self._parts:
+                    # Where losses are called there are regions within.
+                    regions.install(model, finite_forward, exact_cost)
+                self._parts[name] = regions.install_part(
+                    model.get_submodule(name))
+        return frozenset().union(*(self._parts[name] for name in names))
+
+    @contextlib.contextmanager
+    def _at_precision(self, fp32: Sequence[str]) -> Iterator[None]:
+        """More in fp32, as a request says it."""
+        before, self._more = self._more, tuple(fp32)
+        if fp32 and self._guard is not None:
+            regions.install(self._guard.model, finite_forward, exact_cost)
+        try:
+            yield
+        finally:
+            self._more = before
+
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:
         """What a forward runs in, without the guard around it."""
@@ -203,7 +230,7 @@ class Guarded(OptimWrapper):
         """The model's own training step, with nothing in it that steps."""
         model: Any = self._guard.model if self._guard else None
         # Of the class: an instance may hold a compiled one.
-        type(model).train_step(model, batch, _StandIn(self, on_loss))
+        type(model).train_step(model, batch, StandIn(self, on_loss))
 
     def _hub_undo(self) -> Callable[[], Undo]:
         """Take back what a forward writes to the message hub.
@@ -273,15 +300,27 @@ class Guarded(OptimWrapper):
                 logging.ERROR)
             raise
 
+    def _is_half(self) -> bool:
+        """Whether autocast computes in half precision."""
+        return False
+
     def _autocast(self) -> Any:
         return contextlib.nullcontext()
 
     def _regions(self) -> Optional[str]:
         """Which regions run in fp32; None where all is fp32 anyway."""
-        return None
+        return self._fp32 if self._is_half() else None
 
     def _switched(self) -> Any:
-        return regions.switched(self._regions(), device_of(self.optimizer))
+        mode = self._regions()
+        names = [*self._more, *self._sticky.names]
+        if names:
+            modes = [name for name in ('heads', 'losses') if name in names]
+            mode = mode if mode == 'heads' or not modes else modes[0]
+            names = [name for name in names if name not in _PRECISIONS]
+        return regions.switched(mode, device_of(self.optimizer),
+                                self._parts_of(names) if names else (
+                                    frozenset()))
 
     @not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -315,13 +354,14 @@ class Guarded(OptimWrapper):
         guard = self._guard
         self.skipped = (guard is not None and guard.must_skip) or (
             self._found_inf())
-        if not self.skipped:
-            if self.clip_grad_kwargs:
-                self._clip_grad()
-            self._apply(**kwargs)
+        self.logged = None
+        norm = None if self.skipped else self._clip_and_apply(**kwargs)
         before = self._scale.scale
-        verdict = guard.judge(self.skipped) if guard else (
+        verdict = guard.judge(self.skipped, norm) if guard else (
             self._judge_unarmed(self.skipped))
+        if verdict.rescued:
+            self.skipped, self.logged = False, verdict.logged
+            self._clip_and_apply(**kwargs)
         self._rescale(self._scale.scale)
         iteration = self._clock()[1]
         if self._scale.scale != before:
@@ -341,6 +381,34 @@ class Guarded(OptimWrapper):
     def _found_inf(self) -> bool:
         """Result of the check of the gradients; the one read of a step."""
         raise NotImplementedError
+
+    def _clip_and_apply(self, **kwargs: Any) -> Any:
+        """Step; returns the norm of the unscaled gradients, or None."""
+        norm = None
+        if self.clip_grad_kwargs:
+            by_norm = getattr(self, 'grad_name', '') == 'grad_norm' and (
+                self.clip_grad_kwargs.get('norm_type', 2) == 2)
+            norm = None if by_norm else self._gradient_norm()
+            self._clip_grad()
+            if by_norm:
+                # Clipping has measured and read it.
+                known = self.message_hub.log_scalars.get('train/grad_norm')
+                norm = known.current() if known is not None else None
+        else:
+            norm = self._gradient_norm()
+        self._apply(**kwargs)
+        return norm
+
+    def _gradient_norm(self) -> Optional[Tensor]:
+        """L2 norm of the gradients, unscaled; no device sync."""
+        guard = self._guard
+        if guard is None or _is_sharded(guard.model):
+            return None
+        return guard.history.measure()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale."""
+        return loss
 
     def _apply(self, **kwargs: Any) -> None:
         self.optimizer.step(**kwargs)
@@ -382,8 +450,10 @@ class Guarded(OptimWrapper):
         if self._stock:
             return super().state_dict()
         state = OptimWrapper.state_dict(self)
-        state['loss_scaler'] = {**self._scale.state_dict(),
-                                **self._stop.state_dict()}
+        state['loss_scaler'] = {
+            **self._scale.state_dict(), **self._stop.state_dict(),
+            **self._sticky.state_dict(),
+            **(self._guard.history.state_dict() if self._guard else {})}
         return state
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -393,6 +463,10 @@ class Guarded(OptimWrapper):
             return
         stored = state_dict.pop('loss_scaler', {})
         self._stop.load_state_dict(stored)
+        self._sticky.load_state_dict(stored)
+        self._loaded = stored
+        if self._guard is not None:
+            self._guard.history.load_state_dict(stored)
         complaint = self._scale.load_state_dict(stored)
         if complaint:
             warn(complaint)

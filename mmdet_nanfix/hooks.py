@@ -75,6 +75,9 @@ class NanfixRuntimeInfoHook(RuntimeInfoHook):
             return
         hub = runner.message_hub
         skipped = runner.optim_wrapper.skipped
+        if runner.optim_wrapper.logged:
+            # The losses of the step that was made in the end.
+            outputs.update(runner.optim_wrapper.logged)
         for key, value in outputs.items():
             number = value.item() if isinstance(value, Tensor) else value
             is_loss = 'loss' in key and isinstance(number, float)
@@ -168,7 +171,7 @@ class NanGuardHook(Hook):
             # A hook was registered in the middle of the training.
             self.before_train(runner)
         self._count = wrapper.inner_count
-        wrapper.skipped = False
+        wrapper.skipped, wrapper.logged = False, None
         if wrapper._accumulative_counts > 1 and not wrapper.window_open:
             self._keep(runner)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from .batches import Images, KeptBatch
 from .buffers import WatchedBuffers
+from .experiments import Ground, inquire
 from .finite import can_be_checked, is_finite
 from .provenance import Provenance
 from .replay import (
@@ -13,11 +14,12 @@ from .replay import (
     Host,
     Outcome,
     Replays,
+    Request,
     can_replay,
     is_out_of_memory,
     said,
 )
-from .search import MOST, Findings, Request, search
+from .search import MOST, Findings
 from .sites import Sites
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import num_classes_of
@@ -41,12 +43,12 @@ class _Steps:
 
     def __init__(self, model: nn.Module, kept: KeptBatch,
                  good: Optional[KeptBatch], raised: Optional[str],
-                 alone: bool) -> None:
+                 ground: Ground) -> None:
         self.request: Optional[Request] = None
         self.found = Findings()
         self.images = Images({})
         self._model = model
-        self._raised, self._alone = raised, alone
+        self._raised, self._ground = raised, ground
         self._advance(lambda: self._begin(kept, good))
 
     def _begin(self, kept: KeptBatch, good: Optional[KeptBatch]) -> Request:
@@ -54,9 +56,9 @@ class _Steps:
         other = Images(copy.deepcopy(good.put_back())) if (
             good is not None and good.can_be_had) else None
         self.images = Images(kept.put_back())
-        self._steps = search(
+        self._steps = inquire(
             self.images, other, num_classes_of(self._model), self._raised,
-            self._alone, self.found)
+            self._ground, self.found)
         return next(self._steps)
 
     def take(self, outcome: Outcome) -> None:
@@ -95,8 +97,8 @@ class Locator:
     def find(self, forward: Optional[Forward], good: Optional[KeptBatch],
              scale: float, buffers: WatchedBuffers,
              agree: Optional[Agree] = None,
-             raised: Optional[str] = None, meant: Collection[str] = ()
-             ) -> Findings:
+             raised: Optional[str] = None, meant: Collection[str] = (),
+             ground: Optional[Ground] = None) -> Findings:
         """Look for where a failure began.
 
         Args:
@@ -108,6 +110,7 @@ class Locator:
                 number of replays.
             raised: Type of the exception that the step has raised, if any.
             meant: Names of weights that hold infinities on purpose.
+            ground: What the run was like; None for full precision.
 
         Returns:
             The findings. Gradients are gone; the batch, the model and the
@@ -121,7 +124,8 @@ class Locator:
         kept = forward.batch
         after = KeptBatch(kept.value)
         try:
-            steps = _Steps(self._model, kept, good, raised, agree is None)
+            steps = _Steps(self._model, kept, good, raised,
+                           ground or Ground(alone=agree is None))
             self._drive(steps, forward, scale, buffers, agree, meant)
             return steps.found
         finally:
@@ -166,9 +170,10 @@ class Locator:
             asked.probe or asked.mended) else None
         batch = kept.put_back() if asked.batch is None else asked.batch
         try:
-            return self._replays.run(forward, batch, scale,
-                                     buffers.watched(), probe, backward,
-                                     asked.until)
+            return self._replays.run(
+                forward, batch,
+                scale if asked.scale is None else asked.scale,
+                buffers.watched(), probe, backward, asked)
         finally:
             kept.put_back()
 

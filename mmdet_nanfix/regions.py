@@ -37,6 +37,7 @@ import types
 from typing import (
     Any,
     Callable,
+    FrozenSet,
     Iterable,
     Iterator,
     Optional,
@@ -57,10 +58,11 @@ from .head_methods import (
 )
 from .precision import WideSigmoid, not_compiled, widened, without_autocast
 
-__all__ = ['MARK', 'MODES', 'install', 'switched']
+__all__ = ['MARK', 'MODES', 'install', 'install_part', 'switched']
 
 #: Attribute of what is a region already.
 MARK = 'fp32_region_of_mmdet_nanfix'
+_PART_MARK = f'{MARK}_of_a_part'
 #: Values of the setting ``fp32``.
 MODES = ('heads', 'losses', None)
 
@@ -80,10 +82,12 @@ class _Switch:
     Attributes:
         mode: One of :data:`MODES`.
         device: Type of the device whose autocast is meant.
+        parts: ``id`` of each module that runs in fp32 as a whole.
     """
 
     mode: Optional[str] = None
     device = 'cpu'
+    parts: FrozenSet[int] = frozenset()
 
 
 class _Place(threading.local):
@@ -105,7 +109,8 @@ _SWITCH = _Switch()
 
 
 @contextlib.contextmanager
-def switched(mode: Optional[str], device: str) -> Iterator[None]:
+def switched(mode: Optional[str], device: str,
+             parts: FrozenSet[int] = frozenset()) -> Iterator[None]:
     """Let the regions count.
 
     A global, not a context variable: checkpointed forwards run again in
@@ -115,13 +120,15 @@ def switched(mode: Optional[str], device: str) -> Iterator[None]:
         mode: ``'heads'`` for all, ``'losses'`` for the loss modules alone,
             None for none.
         device: Type of the device whose autocast is left.
+        parts: ``id`` of each module that runs in fp32 as a whole; see
+            :func:`install_part`.
     """
-    before = _SWITCH.mode, _SWITCH.device
-    _SWITCH.mode, _SWITCH.device = mode, device
+    before = _SWITCH.mode, _SWITCH.device, _SWITCH.parts
+    _SWITCH.mode, _SWITCH.device, _SWITCH.parts = mode, device, parts
     try:
         yield
     finally:
-        _SWITCH.mode, _SWITCH.device = before
+        _SWITCH.mode, _SWITCH.device, _SWITCH.parts = before
 
 
 @not_compiled
@@ -254,17 +261,35 @@ def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _PLACE.wide = False
 
 
-def _is_region(function: Any) -> bool:
-    # ``functools.wraps`` copies the mark of another function.
-    return getattr(function, '__dict__', {}).get(MARK) is function
+def _of_part(original: Method) -> Method:
+    """All in fp32, where the module is one that runs so as a whole."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _PLACE.inside or id(self) not in _SWITCH.parts:
+            return original(self, *args, **kwargs)
+        return _enter(functools.partial(original, self), args, kwargs)
+
+    return call
 
 
-def _marked(function: Method) -> Method:
-    setattr(function, MARK, function)
+def _is_region(function: Any, mark: str = MARK) -> bool:
+    """Whether a function, or one that it wraps, is so marked."""
+    while function is not None:
+        # ``functools.wraps`` copies the mark of another function.
+        if getattr(function, '__dict__', {}).get(mark) is function:
+            return True
+        function = getattr(function, '__wrapped__', None)
+    return False
+
+
+def _marked(function: Method, mark: str = MARK) -> Method:
+    setattr(function, mark, function)
     return function
 
 
-def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
+def _wrap(kind: type, name: str, make: Callable[[Method], Method],
+          mark: str = MARK) -> None:
     """Wrap a method in the class that defines it, once."""
     for base in kind.__mro__:
         if name in base.__dict__:
@@ -273,11 +298,11 @@ def _wrap(kind: type, name: str, make: Callable[[Method], Method]) -> None:
         return
     original = base.__dict__[name]
     if base is nn.Module or not isinstance(original, types.FunctionType) or (
-            _is_region(original)):
+            _is_region(original, mark)):
         return
     wrapped = make(original)
     if wrapped is not original:
-        setattr(base, name, _marked(wrapped))
+        setattr(base, name, _marked(wrapped, mark))
 
 
 def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
@@ -350,3 +375,33 @@ def _wrap_function(module: Any, name: str) -> None:
         return _enter(function, args, kwargs)
 
     setattr(module, name, _marked(wrapped))
+
+
+def install_part(part: nn.Module) -> FrozenSet[int]:
+    """Make ready that a part of a model can run in fp32 as a whole.
+
+    Whatever method of it, or of a module below it, is called from outside:
+    wrapped in the classes, but for those of torch and MMEngine, of which
+    ``forward`` alone is, where the part itself is one.
+
+    Args:
+        part: A head, a backbone, one loss.
+
+    Returns:
+        What :func:`switched` takes.
+    """
+    below = [module for module in part.modules()
+             if module is part or not _is_foreign(type(module))]
+    for module in below:
+        kind = type(module)
+        _wrap(kind, 'forward', _of_part, _PART_MARK)
+        for base in kind.__mro__:
+            for name in [] if _is_foreign(base) else list(vars(base)):
+                if not name.startswith('__'):
+                    _wrap(base, name, _of_part, _PART_MARK)
+    return frozenset(map(id, below))
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition('.')[0] in ('builtins', 'torch',
+                                                 'mmengine', 'abc')

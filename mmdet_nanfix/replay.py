@@ -11,11 +11,14 @@ from typing import (
     Callable,
     ContextManager,
     Dict,
+    FrozenSet,
     Iterator,
     List,
     Mapping,
     Optional,
+    Protocol,
     Sequence,
+    Tuple,
 )
 
 import numpy as np
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import KeptBatch
-from .finite import bad_tensors, is_finite
+from .finite import FillGauge, bad_tensors, is_finite, norm_of
 from .heads import loss_terms
 from .origins import Record
 from .provenance import Provenance
@@ -31,11 +34,12 @@ from .sites import Site, is_library
 from .transaction import Rng, Transaction
 
 __all__ = [
-    'Forward', 'Host', 'Outcome', 'Replays', 'can_replay',
-    'is_out_of_memory', 'said'
+    'Forward', 'Host', 'Outcome', 'Replays', 'Request', 'Retries',
+    'can_replay', 'is_out_of_memory', 'said'
 ]
 
 OnLoss = Callable[..., None]
+Place = Tuple[str, Optional[str]]
 
 
 def can_replay() -> bool:
@@ -73,6 +77,36 @@ class Forward:
 
 
 @dataclasses.dataclass
+class Request:
+    """A replay that is asked for: what is changed, what is looked at.
+
+    Attributes:
+        batch: In the place of the one that failed, or None for that.
+        probe: Whether origins are looked for.
+        mended: Name and source of operations whose results are set to 0.
+        until: ``raised`` or ``loss``: the way to fail that is asked about;
+            what comes after it is not looked at.
+        scale: Loss scale, or None for that of the step.
+        fp32: What is computed in fp32 beside what the run computes so:
+            ``losses``, ``heads``, ``all``, or paths of modules.
+            ``bfloat16`` is another dtype of autocast.
+        factors: Factors of loss terms by key.
+        normalised: Mean and standard deviation of the data preprocessor.
+        gauge: Whether it is measured how far gradients fill half's range.
+    """
+
+    batch: Optional[Any] = None
+    probe: bool = False
+    mended: FrozenSet[Place] = frozenset()
+    until: Optional[str] = None
+    scale: Optional[float] = None
+    fp32: Tuple[str, ...] = ()
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    normalised: Optional[Tuple[List[float], List[float]]] = None
+    gauge: bool = False
+
+
+@dataclasses.dataclass
 class Outcome:
     """What became of a replay.
 
@@ -86,6 +120,11 @@ class Outcome:
         raised: Type of what was raised, if anything was.
         owners: Sites along the graph of each loss, if looked for: the
             nearest first.
+        norm: L2 norm of all gradients, unscaled; None where they are bad or
+            were not looked at.
+        filled: The largest gradient in half on the way, as a share of
+            half's largest number, if it was measured.
+        losses: Value of each loss key, if origins were looked for.
     """
 
     failed: Optional[str] = None
@@ -95,6 +134,35 @@ class Outcome:
     running: Optional[str] = None
     raised: Optional[str] = None
     owners: Dict[str, List[Site]] = dataclasses.field(default_factory=dict)
+    norm: Optional[float] = None
+    filled: Optional[float] = None
+    losses: Dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Retries(Protocol):
+    """Makes forwards and backwards again, with gradients that count."""
+
+    def at(self, scale: float, fp32: Sequence[str]) -> ContextManager[Any]:
+        """Region of a retry, at another loss scale and precision."""
+
+    def run(self, batch: Any, to_come: int,
+            carry: Callable[[Tensor], Tensor]) -> Any:
+        """Run the whole step of a batch, but for the update.
+
+        Args:
+            batch: The batch.
+            to_come: Number of backwards of the window after this one.
+            carry: Gives what to call ``backward`` on for a loss.
+
+        Returns:
+            What the model's training step returns for the log.
+        """
+
+    def found_inf(self) -> bool:
+        """Result of the check of the gradients, which are unscaled then."""
+
+    def norm(self) -> Optional[float]:
+        """Their L2 norm, unscaled."""
 
 
 @dataclasses.dataclass
@@ -107,12 +175,23 @@ class Host:
         forward: Region that a forward runs in.
         backward: Region that a backward runs in.
         foreign: Modules of compiled functions that torch does not dispatch.
+        precision: Region of more precision, see :class:`Request`.
+        half: Whether the run is in half precision.
+        fp32: The setting of that name.
+        share: Of a loss in its optimizer step.
+        retries: Makes a step again that is to count, or None.
     """
 
     train_step: Optional[Callable[[Any, OnLoss], None]] = None
     forward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     backward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     foreign: Sequence[types.ModuleType] = ()
+    precision: Callable[[Sequence[str]], ContextManager[Any]] = (
+        lambda fp32: contextlib.nullcontext())
+    half: bool = False
+    fp32: Optional[str] = None
+    share: float = 1.
+    retries: Optional['Retries'] = None
 
 
 class Replays:
@@ -132,7 +211,8 @@ class Replays:
 
     def run(self, forward: Forward, batch: Any, scale: float,
             buffers: Mapping[str, Tensor], probe: Optional[Provenance] = None,
-            backward: bool = False, until: Optional[str] = None) -> Outcome:
+            backward: bool = False, asked: Optional[Request] = None
+            ) -> Outcome:
         """Run once and look at what comes out.
 
         Args:
@@ -142,18 +222,23 @@ class Replays:
             buffers: Those that must stay finite, by name.
             probe: Looks for origins, if given.
             backward: Go back from a loss that is not finite too.
-            until: ``raised`` or ``loss``: nothing after that is looked at.
+            asked: What else is changed, and what is looked at.
 
         Returns:
             The outcome; gradients are gone, all else is as before.
         """
-        run = _Run(self._model, scale, buffers, probe, backward, until)
+        asked = asked or Request()
+        run = _Run(self._model, scale, buffers, probe, backward, asked,
+                   self._host.share)
         try:
             self._transaction.begin()
             forward.rng.restore()
             run.drop_gradients()
+            if asked.normalised is not None:
+                self._normalise(*asked.normalised)
             with probe.following(self._host.foreign) if probe else (
-                    contextlib.nullcontext()), run.watching(), _eager():
+                    contextlib.nullcontext()), run.watching(), _eager(), (
+                        self._host.precision(asked.fp32)):
                 self._call(forward, batch, run.on_loss)
                 run.finish()
         except Exception as error:
@@ -163,6 +248,13 @@ class Replays:
             self._transaction.rollback()
         run.outcome.seen = probe.seen if probe is not None else 0
         return run.outcome
+
+    def _normalise(self, mean: List[float], std: List[float]) -> None:
+        """Other numbers in the data preprocessor, which are taken back."""
+        first: Any = getattr(self._model, 'data_preprocessor', None)
+        for name, values in (('mean', mean), ('std', std)):
+            held = getattr(first, name)
+            held.copy_(held.new_tensor(values).view_as(held))
 
     def _call(self, forward: Forward, batch: Any, on_loss: OnLoss) -> None:
         host = self._host
@@ -185,14 +277,16 @@ class _Run:
 
     def __init__(self, model: nn.Module, scale: float,
                  buffers: Mapping[str, Tensor], probe: Optional[Provenance],
-                 backward: bool, until: Optional[str]) -> None:
+                 backward: bool, asked: Request, share: float) -> None:
         self.outcome = Outcome()
         self._model = model
         self._scale = scale
         self._buffers = buffers
         self._probe = probe
         self._backward = backward
-        self._until = until
+        self._until = asked.until
+        self._asked = asked
+        self._share = share
         self._losses: Dict[str, List[Tensor]] = {}
 
     def drop_gradients(self) -> None:
@@ -231,22 +325,42 @@ class _Run:
             return
         with _unseen():
             if self._probe is not None:
-                self.outcome.owners = {
-                    key: [site for term in terms
-                          for site in _sites_of(term, self._probe)]
-                    for key, terms in self._losses.items()}
+                self._note_losses(self._probe)
+            loss = self._weighted(loss)
             if not is_finite(loss):
                 self._fail('loss', [loss])
         if not loss.requires_grad or self._until == 'loss' or (
                 self.outcome.failed and not self._backward):
             return
-        (loss * self._scale).backward(**kwargs)
+        gauge = FillGauge() if self._asked.gauge else None
+        with gauge or contextlib.nullcontext():
+            (loss * self._scale).backward(**kwargs)
         with _unseen():
             grads = [parameter.grad for parameter in self._model.parameters()
                      if parameter.grad is not None]
             bad = [grads[index] for index in bad_tensors(grads)]
             if bad:
                 self._fail('grads', bad)
+                return
+            norm = norm_of(grads)
+            self.outcome.norm = None if norm is None else (
+                float(norm) / self._scale)
+            self.outcome.filled = gauge.filled if gauge else None
+
+    def _weighted(self, loss: Tensor) -> Tensor:
+        """The loss with other weights of some of its terms."""
+        for key, factor in self._asked.factors.items():
+            for term in self._losses.get(key, ()):
+                loss = loss - (1 - factor) * self._share * term.mean()
+        return loss
+
+    def _note_losses(self, probe: Provenance) -> None:
+        self.outcome.owners = {
+            key: [site for term in terms for site in _sites_of(term, probe)]
+            for key, terms in self._losses.items()}
+        self.outcome.losses = {
+            key: sum(float(term.detach().float().mean()) for term in terms)
+            for key, terms in self._losses.items()}
 
     def finish(self) -> None:
         """Look at the buffers, where all else is finite."""

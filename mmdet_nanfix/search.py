@@ -10,48 +10,30 @@ import dataclasses
 from typing import (
     Any,
     Dict,
-    FrozenSet,
     Generator,
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
 from .batches import Image, Images
+from .causes import Replay
 from .finite import is_finite
 from .origins import Record
-from .replay import Outcome
+from .replay import Outcome, Place, Request
 
-__all__ = ['Findings', 'MOST', 'Request', 'search']
+__all__ = ['Blame', 'Findings', 'MOST', 'Search', 'is_gone', 'look', 'search']
 
 # Replays with another batch; each costs about a step.
 _MOST = 6
 _LEAST = 4
 #: Replays that a search asks for at most.
-MOST = _MOST + 4
+MOST = _MOST + 10
 
-Place = Tuple[str, Optional[str]]
 # What is looked at one after the other: nothing of the later is known.
 _ORDER = ('raised', 'loss', 'grads', 'buffers', None)
-
-
-@dataclasses.dataclass
-class Request:
-    """A replay that is asked for.
-
-    Attributes:
-        batch: In the place of the one that failed, or None for that.
-        probe: Whether origins are looked for.
-        mended: Name and source of operations whose results are set to 0.
-        until: The way to fail that is asked about; what comes after it is
-            not looked at.
-    """
-
-    batch: Optional[Any] = None
-    probe: bool = False
-    mended: FrozenSet[Place] = frozenset()
-    until: Optional[str] = None
 
 
 @dataclasses.dataclass
@@ -68,6 +50,14 @@ class Findings:
         replay: Why there is no origin, in words, or None.
         outcome: Of the first replay.
         trials: Replays that were made to choose among origins.
+        replays: What counterfactual replays have shown, by name.
+        proven: Names of those after which the whole step was finite.
+        fits: The highest loss scale at which it is, or None.
+        norm: Unscaled gradient norm of the step that would be saved.
+        part: The part of the model that helps in fp32, or None.
+        mode: The regions that help in fp32, or None.
+        term: Key of a loss term, and a factor that helps.
+        normalised: Mean and standard deviation that help.
     """
 
     failed: Optional[str] = None
@@ -78,6 +68,14 @@ class Findings:
     replay: Optional[str] = None
     outcome: Optional[Outcome] = None
     trials: int = 0
+    replays: Dict[str, Replay] = dataclasses.field(default_factory=dict)
+    proven: Set[str] = dataclasses.field(default_factory=set)
+    fits: Optional[float] = None
+    norm: Optional[float] = None
+    part: Optional[str] = None
+    mode: Optional[str] = None
+    term: Optional[Tuple[str, float]] = None
+    normalised: Optional[Tuple[List[float], List[float]]] = None
 
 
 Search = Generator[Request, Outcome, Findings]
@@ -106,29 +104,32 @@ def search(images: Images, last_good: Optional[Images],
         The findings.
     """
     found = found if found is not None else Findings()
+    if (yield from look(found, raised, alone)):
+        yield from Blame(images, last_good, num_classes, found, alone).go()
+    return found
+
+
+def look(found: Findings, raised: Optional[str], alone: bool
+         ) -> Generator[Request, Outcome, bool]:
+    """Look for the origin.
+
+    Args:
+        found: Is filled in.
+        raised: As for :func:`search`.
+        alone: As for :func:`search`.
+
+    Returns:
+        Whether the failure came again.
+    """
     outcome = yield Request(probe=True)
     found.outcome, found.failed = outcome, outcome.failed
     found.replay = _no_failure(outcome, raised)
     if found.replay is not None:
-        return found
+        return False
     yield from _choose(outcome, found, alone)
     if found.origin is None and outcome.failed != 'raised':
         found.replay = 'no operation made it of what was finite'
-    kind = found.origin.given[0] if (
-        found.origin is not None and found.origin.given) else None
-    if kind in ('weight', 'buffer'):
-        return found
-    bad_pixels = [image for image, tensor in images.pixels()
-                  if tensor.is_floating_point() and not is_finite(tensor)]
-    if bad_pixels and kind == 'input':
-        found.images = [image.to_image() for image in bad_pixels]
-        return found
-    blame = _Blame(images, last_good, num_classes, found)
-    if alone:
-        yield from blame.go()
-    elif kind == 'annotation':
-        blame.not_finite()
-    return found
+    return True
 
 
 def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
@@ -180,7 +181,7 @@ def _tried(records: List[Record], first: Outcome, found: Findings
         found.trials += 1
         outcome = yield Request(mended=frozenset(
             map(_place, group)), until=first.failed)
-        gone = _is_gone(outcome, first)
+        gone = is_gone(outcome, first)
         if gone:
             names = dict.fromkeys(record.op for record in group[:3])
             found.tests.append(f'with the result of {" and ".join(names)} '
@@ -207,17 +208,32 @@ def _place(record: Record) -> Place:
     return record.op, record.site.source
 
 
-def _is_gone(outcome: Outcome, first: Outcome) -> bool:
-    """Whether a replay came further than the first."""
+def is_gone(outcome: Outcome, first: Outcome) -> bool:
+    """Whether a replay came further than the first.
+
+    Args:
+        outcome: Of the replay.
+        first: Of the first, which failed.
+    """
     return outcome.error is None and _ORDER.index(
         outcome.failed) > _ORDER.index(first.failed)
 
 
-class _Blame:
-    """Looks for the image and the annotation to blame."""
+class Blame:
+    """Looks for the image and the annotation to blame.
+
+    Args:
+        images: As for :func:`search`, like the others.
+        last_good: Likewise.
+        num_classes: Likewise.
+        found: Is filled in.
+        alone: Likewise.
+    """
 
     def __init__(self, images: Images, last_good: Optional[Images],
-                 num_classes: Optional[int], found: Findings) -> None:
+                 num_classes: Optional[int], found: Findings,
+                 alone: bool = True) -> None:
+        self._alone = alone
         self._images = images
         self._last_good = last_good
         self._bad = images.bad_annotations(num_classes)
@@ -226,10 +242,30 @@ class _Blame:
 
     def go(self) -> Generator[Request, Outcome, None]:
         """Annotations first, then whole images."""
-        if self._bad and (yield from self._holds(
-                self._images.repaired(self._bad))):
-            yield from self._which_annotation()
+        origin, found = self._found.origin, self._found
+        kind = origin.given[0] if origin is not None and origin.given else (
+            None)
+        if kind in ('weight', 'buffer'):
             return
+        bad_pixels = [image for image, tensor in self._images.pixels()
+                      if tensor.is_floating_point() and not is_finite(tensor)]
+        if bad_pixels and kind == 'input':
+            found.images = [image.to_image() for image in bad_pixels]
+        elif self._alone:
+            yield from self._try_others()
+        elif kind == 'annotation':
+            self.not_finite()
+
+    def _try_others(self) -> Generator[Request, Outcome, None]:
+        """Replays with other annotations, then with other images."""
+        if self._bad:
+            held = yield from self._holds(self._images.repaired(self._bad))
+            words = (f'with {_named(self._bad)} repaired it '
+                     f'{"does not come" if held else "comes as well"}')
+            self._found.replays['annotation repaired'] = Replay(held, words)
+            if held:
+                yield from self._which_annotation()
+                return
         image = yield from self._which_image()
         if image is not None and (yield from self._stays(image)):
             self._found.tests.append(
@@ -264,7 +300,7 @@ class _Blame:
         if outcome.error is not None:
             self._found.tests.append(f'a test {outcome.error}')
             self._left = 0
-        return _is_gone(outcome, first)
+        return is_gone(outcome, first)
 
     def _which_annotation(self) -> Generator[Request, Outcome, None]:
         """Which of the annotations that look bad is enough by itself."""
@@ -277,6 +313,8 @@ class _Blame:
         self._found.images = [bad.to_image() for _, bad in blamed]
         self._found.tests.append(
             f'with {_named(blamed)} repaired it does not come')
+        self._found.replays['annotation repaired'].words = (
+            self._found.tests[-1])
 
     def _which_image(self) -> Generator[Request, Outcome, Optional[Image]]:
         """The one image without which nothing fails, or None."""

@@ -8,7 +8,6 @@ import dataclasses
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterator,
     List,
     Optional,
@@ -21,31 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from .buffers import WatchedBuffers
-from .evidence import (
-    first_look,
-    origin_of,
-    refined,
-    where_raised,
-)
 from .finite import Anchor, bad_tensors
-from .heads import Parts, loss_terms
-from .locate import Locator
+from .heads import loss_terms
+from .inquiry import Evidence, Inquiry, MicroStep
 from .picture import Undo
-from .policy import LossScale, StopRule
-from .records import Counts, Incident, LossScaleChange
-from .replay import Forward, Host
+from .policy import LossScale, StickyParts, StopRule
+from .records import Cause, Counts, Incident
+from .remedies import Remedy, choose, retry
+from .replay import Host
 from .search import Findings
 from .sites import Site
-from .transaction import Transaction
+from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
 from .watch import Watch
 
 __all__ = ['GuardedStep', 'Verdict']
-
-Losses = Dict[str, List[Tensor]]
-# Of a window, that are replayed to find the one with bad gradients.
-_MOST_FORWARDS = 8
-
 
 @dataclasses.dataclass
 class Verdict:
@@ -55,33 +44,16 @@ class Verdict:
         incident: The record of a failed step, or None.
         stop: Why training should stop, in words, or None.
         note: What the user should know beside it, or None.
+        rescued: Whether the step was made again, with gradients that are
+            fine: they are there, unscaled.
+        logged: What the model's training step returned then, for the log.
     """
 
     incident: Optional[Incident] = None
     stop: Optional[str] = None
     note: Optional[str] = None
-
-
-@dataclasses.dataclass
-class _MicroStep:
-    """One backward of the accumulation window.
-
-    ``raised`` is the exception that came instead of losses, ``forward``
-    what it began with.
-    """
-
-    loss: Tensor
-    terms: Losses
-    raised: Optional[Raised] = None
-    forward: Optional[Forward] = None
-
-
-def _detached(micro: _MicroStep) -> _MicroStep:
-    """Without the graph, so that a window holds one graph at a time."""
-    return dataclasses.replace(
-        micro, loss=micro.loss.detach(), terms={
-            key: [term.detach() for term in terms]
-            for key, terms in micro.terms.items()})
+    rescued: bool = False
+    logged: Any = None
 
 
 class GuardedStep:
@@ -104,10 +76,12 @@ class GuardedStep:
         host: Runs replays.
         max_incidents: After so many failed steps no origin is looked for
             any more; None for always, 0 for never.
+        sticky: Parts that stay in fp32.
 
     Attributes:
         flag: 0 or NaN for the window so far, where no parameter carries it.
         buffers: Those that are watched, and those that are not.
+        history: Of the accepted steps.
     """
 
     def __init__(self,
@@ -121,7 +95,8 @@ class GuardedStep:
                  others: Sequence[Callable[[], Callable[[], Undo]]] = (),
                  sharded: bool = False,
                  host: Optional[Host] = None,
-                 max_incidents: Optional[int] = 100) -> None:
+                 max_incidents: Optional[int] = 100,
+                 sticky: Optional[StickyParts] = None) -> None:
         self.model = model
         self.scale = scale
         self.stop = stop
@@ -130,22 +105,21 @@ class GuardedStep:
         self._rank = rank
         self._agree = agree
         self._sharded = sharded
-        self._parts = Parts(model)
         self._optimizer = optimizer
         self._anchor = Anchor(self._optimized)
         self._known: Tuple[Any, Set[int]] = ((), set())
-        self._window: List[_MicroStep] = []
+        self._window: List[MicroStep] = []
         self._transaction = Transaction(model, others)
         self._seen = Watch(self._transaction)
         self._poison: List[Tensor] = []
         self._host = host or Host()
-        self._locator = Locator(model, self._transaction, self._host)
-        self._left = -1 if max_incidents is None else max_incidents
         self._copies = False
-        self._good: Optional[Forward] = None
-        self._bad_from_the_start = set(self._parts.bad_weights())
-        self._meant_weights = self._parts.infinite_constants()
+        self._sticky = sticky or StickyParts()
         self.buffers = WatchedBuffers(model)
+        self._inquiry = Inquiry(
+            model, optimizer, self._transaction, self.buffers, self._anchor,
+            scale, self._host, rank, agree, self._optimized, max_incidents)
+        self.history = self._inquiry.history
 
     def _optimized(self) -> Set[int]:
         """``id`` of each parameter that the optimizer has now."""
@@ -207,19 +181,23 @@ class GuardedStep:
             raised, and the step will be skipped.
         """
         if self._window:
-            self._parts.note_owners(self._window[-1].terms)
-            self._window[-1] = _detached(self._window[-1])
+            self._inquiry.note_owners(self._window[-1].terms)
+            self._window[-1] = self._window[-1].detached()
         seen, self._seen = self._seen, Watch(self._transaction)
         terms = {} if seen.raised else loss_terms(seen.losses)
-        self._window.append(_MicroStep(loss, terms, seen.raised,
-                                       seen.forward))
+        self._window.append(MicroStep(loss, terms, seen.raised,
+                                      seen.forward))
         if seen.forward is not None:
             # Once a model has written to a batch, batches are copied.
             self._copies = self._copies or seen.forward.batch.written_to
         if seen.raised is not None:
             return None
+        return self._carry(loss, self._poison)
+
+    def _carry(self, loss: Tensor, poison: Sequence[Tensor] = ()) -> Tensor:
+        """The loss, with its state and that of the buffers in a gradient."""
         flags = [self.buffers.flag(self._transaction.buffers(), loss.device),
-                 *(flag.to(loss.device) for flag in self._poison)]
+                 *(flag.to(loss.device) for flag in poison)]
         flag = _sum([flag for flag in flags if flag is not None])
         if not self._sharded:
             attached = self._anchor.attach(loss, flag)
@@ -251,118 +229,138 @@ class GuardedStep:
         """Skip the window without the backward of its last micro-step."""
         self._window[-1].raised = Raised('', None, Site(), [])
 
-    def judge(self, found_inf: bool) -> Verdict:
+    def judge(self, found_inf: bool, norm: Any = None) -> Verdict:
         """Decide on an optimizer step and update scale and counters.
 
         Args:
             found_inf: Whether the check of the gradients, anchor included,
                 failed. The gradients must still be there, not yet clipped.
+            norm: Unscaled norm of the gradients of a healthy step before
+                clipping: a float, a scalar tensor, or None.
 
         Returns:
             The verdict. A healthy step costs no device sync. A failed one
             takes back what the forwards changed, and replays the failing
-            one a few times; its gradients are gone then.
+            one a few times; its gradients are gone then, unless it was
+            rescued.
         """
         window, self._window = self._window, []
         self.flag = None
         if not found_inf:
-            self._transaction.commit()
-            self.buffers.accept()
-            self._good = next((micro.forward for micro in window
-                               if micro.forward is not None), None)
+            self._accept(window)
+            self.history.accept(window[-1].terms if window else {}, norm)
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
         return self._failed(window)
 
-    def _failed(self, window: List[_MicroStep]) -> Verdict:
-        """Take back, look for the origin, record."""
+    def _accept(self, window: List[MicroStep]) -> None:
+        self._transaction.commit()
+        self.buffers.accept()
+        self._inquiry.good = next((micro.forward for micro in window
+                                   if micro.forward is not None), None)
+
+    def _failed(self, window: List[MicroStep]) -> Verdict:
+        """Take back, look for the cause, make it again or skip, record."""
         before = self.scale.scale
         epoch, iteration = self._clock()
-        micro, loss_bad = _worst(window)
-        bad_buffers = self.buffers.bad()
-        here = loss_bad or bool(bad_buffers)
-        ranks = ([self._rank] if here else []) if self._agree is None else (
-            self._agree(here))
-        after = self.scale.update(losses_finite=not ranks,
-                                  grads_finite=False)
-        # Layers may have been unfrozen or added since the last look.
-        self._parts = parts = Parts(self.model, self._parts)
-        bad_grads = self._bad_grads(bool(ranks))
-        terms = micro.terms if micro else {}
-        heads = parts.state(terms, bad_grads)
-        where = first_look(parts, heads, loss_bad, bad_buffers, bool(ranks),
-                           self._meant_weights)
-        note = self.buffers.suspect(bad_buffers) if (
-            where.phase == 'buffers') else None
+        evidence = self._inquiry.gather(window)
+        note = self.buffers.suspect(evidence.bad_buffers) if (
+            evidence.where.phase == 'buffers') else None
         self._transaction.rollback()
-        found = self._find(window, micro, before, loss_bad)
-        if ranks and self._rank not in ranks:
-            found.replay = 'it began on another rank'
-        if found.outcome is not None:
-            parts.note_sites({
-                key: [site.module for site in sites]
-                for key, sites in found.outcome.owners.items()})
-            heads = parts.state(terms, bad_grads)
-        stop = self.stop.update(skipped=True)
-        raised = micro.raised if micro else None
-        if raised is not None and raised.error:
-            where = where_raised(raised, parts, found.outcome.running
-                                 if found.outcome is not None else None)
-        incident = Incident(
-            rank=self._rank,
-            epoch=epoch,
-            iter=iteration,
-            where=refined(where, found, parts, self._by_step),
-            heads=heads,
-            loss_scale=LossScaleChange(before, after),
-            action='aborted' if stop else 'skipped',
+        can_step = self._can_step(window)
+        found = self._inquiry.find(evidence, before, self._sharded, can_step)
+        where = self._inquiry.where(evidence, found)
+        cause = self._inquiry.cause(where, evidence, found)
+        remedy = self._remedy(cause, evidence, found, can_step)
+        rescued, logged = self._rescue(window, remedy)
+        after = self._rescale(evidence, cause, found, rescued)
+        stop = self.stop.update(skipped=rescued is None)
+        if rescued is not None:
+            self.history.accept({}, None)
+            for part in rescued.fp32:
+                if self._sticky.save(part, iteration):
+                    note = (f'{part} runs in fp32 from now on: that has '
+                            'saved three steps of late')
+        incident = self._inquiry.incident(
+            where, evidence, found, epoch=epoch, iter=iteration, cause=cause,
+            loss_scale=(before, after),
+            action='aborted' if stop else (
+                rescued.action if rescued else 'skipped'),
             counts=Counts(self.stop.consecutive, self.stop.total,
-                          self.stop.steps),
-            images=found.images or (
-                [bad.to_image() for bad in raised.bad] or None
-                if raised else None),
-            error=raised.error or None if raised else None,
-            ranks=ranks or None if self._agree is not None else None,
-            origin=origin_of(found),
-            replay=found.replay)
-        return Verdict(incident, stop, note)
+                          self.stop.steps))
+        return Verdict(incident, stop, note, rescued is not None, logged)
 
-    def _bad_grads(self, flagged: bool) -> List[str]:
-        """Names of parameters whose own gradient is bad; two reads."""
-        named = self._parts.parameters
-        bad = bad_tensors([parameter.grad for _, parameter in named])
-        own = not flagged or not self._anchor.own_gradient_finite()
-        return [named[i][0] for i in bad
-                if own or named[i][1] is not self._anchor.parameter]
+    def _can_step(self, window: List[MicroStep]) -> bool:
+        """Whether the window can be made again; all ranks agree."""
+        here = self._host.retries is not None and not self._sharded and all(
+            micro.forward is not None and micro.forward.whole_step
+            and micro.forward.batch.can_be_had for micro in window)
+        return not self._agree(not here) if self._agree else here
 
-    def _find(self, window: List[_MicroStep], micro: Optional[_MicroStep],
-              scale: float, loss_bad: bool) -> Findings:
-        """Replay the failing forward, as long as that is allowed.
+    def _remedy(self, cause: Optional[Cause], evidence: Evidence,
+                found: Findings, can_step: bool) -> Optional[Remedy]:
+        """What the step is made again with, or None to skip it."""
+        remedy = choose(cause, found, self.history.sane) if can_step else None
+        if self._agree is not None:
+            remedy = self._agreed(evidence, found, can_step)
+        if remedy is None:
+            return None
+        room = has_room(cuda_devices(self.model), 2. if remedy.fp32 else 1.)
+        cannot = self._agree(not room) if self._agree else not room
+        return None if cannot else remedy
 
-        Where gradients alone are bad, any forward of the window may have
-        made them so: the last first.
+    def _agreed(self, evidence: Evidence, found: Findings,
+                can_step: bool) -> Optional[Remedy]:
+        """The loss scale that fits all ranks.
+
+        Nothing else: another precision may raise in one of them.
         """
-        if self._sharded:
-            return Findings(replay='parameters are shards')
-        if self._left == 0:
-            return Findings(replay='there were too many before')
-        self._left -= self._left > 0
-        alike = [micro] if loss_bad or micro is None else window[::-1]
-        first = None
-        for item in alike[:_MOST_FORWARDS]:
-            found = self._locator.find(
-                item.forward if item is not None else None,
-                self._good.batch if self._good else None, scale,
-                self.buffers, self._agree,
-                raised=item.raised.error.partition(':')[0]
-                if item is not None and item.raised else None,
-                meant=self._meant_weights)
-            first = first or found
-            failed = found.failed is not None
-            if self._agree(failed) if self._agree else failed:
-                return found
-        return first or Findings(replay='no batch was seen')
+        agree: Any = self._agree
+        failed = found.failed == 'grads'
+        refused = evidence.loss_bad or found.failed not in (
+            'grads', None) or failed and (
+                found.fits is None or found.norm is None
+                or self.history.sane(found.norm) is not True)
+        if agree(refused or not can_step) or not agree(failed):
+            return None
+        scale = self.scale.scale
+        while agree(failed and scale > (found.fits or 0.)):
+            scale *= self.scale.settings.backoff_factor
+        return Remedy('retried', scale)
+
+    def _rescue(self, window: List[MicroStep], remedy: Optional[Remedy]
+                ) -> Tuple[Optional[Remedy], Any]:
+        """Make the step again.
+
+        Returns:
+            The remedy where that was of use, and what is logged of it.
+        """
+        if remedy is None:
+            return None, None
+        logged, fine = retry(window, remedy, self._host, self._transaction,
+                             self._carry, self.history.sane)
+        self.flag = None
+        if self._agree(not fine) if self._agree else not fine:
+            self._transaction.rollback()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            return None, None
+        self._accept(window)
+        return remedy, logged
+
+    def _rescale(self, evidence: Evidence, cause: Optional[Cause],
+                 found: Findings, rescued: Optional[Remedy]) -> float:
+        """The loss scale of the next step."""
+        if rescued is not None and rescued.scale is not None:
+            return self.scale.fit(rescued.scale, stepped=True)
+        if rescued is not None:
+            return self.scale.update(losses_finite=True, grads_finite=True)
+        if cause is not None and cause.code == 'NF101' and found.fits and (
+                self._agree is None):
+            return self.scale.fit(found.fits, stepped=False)
+        return self.scale.update(losses_finite=not evidence.flagged,
+                                 grads_finite=False)
 
     def look_again(self) -> Findings:
         """Replay the last forward of a step that was accepted.
@@ -370,23 +368,7 @@ class GuardedStep:
         With the weights of now: for finding out whether anything is blamed
         where nothing is wrong.
         """
-        if self._good is None:
-            return Findings(replay='no step was accepted yet')
-        return self._locator.find(self._good, None, self.scale.scale,
-                                  self.buffers, self._agree,
-                                  meant=self._meant_weights)
-
-    def _by_step(self, weight: str) -> Optional[str]:
-        """The optimizer, where it has made a weight bad.
-
-        It has, where the weight was fine at first, and nobody else moves it.
-        """
-        parameter = dict(self.model.named_parameters())[weight]
-        moved = parameter.requires_grad and (
-            id(parameter) in self._optimized())
-        if not moved or weight in self._bad_from_the_start:
-            return None
-        return f'{type(self._optimizer).__name__}.step'
+        return self._inquiry.look_again()
 
 
 def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
@@ -395,17 +377,3 @@ def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
     for scalar in scalars:
         total = scalar if total is None else total + scalar
     return total
-
-
-def _worst(window: List[_MicroStep]) -> Tuple[Optional[_MicroStep], bool]:
-    """The micro-step to show, and whether its loss is bad; one read.
-
-    One that raised, else the first with a bad loss, else the last.
-    """
-    if not window:
-        return None, False
-    for micro in window:
-        if micro.raised is not None:
-            return micro, True
-    bad = bad_tensors([micro.loss for micro in window])
-    return (window[bad[0]], True) if bad else (window[-1], False)

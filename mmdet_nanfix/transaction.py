@@ -64,15 +64,20 @@ def cuda_devices(model: nn.Module) -> List[int]:
                    if parameter.device.type == 'cuda'})
 
 
-def has_room(devices: Iterable[int]) -> bool:
+def has_room(devices: Iterable[int], times: float = 1.) -> bool:
     """Whether CUDA devices have the memory for one more step like the last.
 
     What the allocator has at hand or the device has left, against the peak
     of the steps so far. True for no devices.
+
+    Args:
+        devices: Their indices.
+        times: That much more than the last step needed.
     """
     for device in devices:
         allocated = torch.cuda.memory_allocated(device)
-        needed = torch.cuda.max_memory_allocated(device) - allocated
+        needed = times * (
+            torch.cuda.max_memory_allocated(device) - allocated)
         left = torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - allocated)
         if left < needed:

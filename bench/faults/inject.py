@@ -118,8 +118,9 @@ def _moments(fault: Fault, model: nn.Module, wrapper: Any,
 def _scale(fault: Fault, model: nn.Module, wrapper: Any,
            batch: Batch) -> None:
     """The loss scale; a window must begin with this step."""
-    wrapper._scale.scale = fault['value']
-    wrapper.loss_scaler.update(fault['value'])
+    scale = min(fault['value'], wrapper._scale.settings.max_scale)
+    wrapper._scale.scale = scale
+    wrapper.loss_scaler.update(scale)
 
 
 _KINDS: Dict[str, Callable[[Fault, nn.Module, Any, Batch], None]] = {

@@ -1,0 +1,206 @@
+"""The last accepted steps, in a few numbers each.
+
+What shows whether a training had left its way before a step failed: losses,
+gradient norm and learning rate. Kept on the device; read after a failure.
+"""
+import math
+import statistics
+from collections import deque
+from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .causes import GROWTH, SHARE, Reading
+from .finite import bad_tensors, can_be_checked, norm_of
+
+__all__ = ['History']
+
+_LENGTH = 50
+# Fewer tell nothing of a trend.
+_LEAST = 4
+#: A step is absurd whose gradients are longer than any of late by this.
+ABSURD = 10.
+
+
+class History:
+    """Losses, gradient norms and learning rates of the last accepted steps.
+
+    Made when the training begins: reads the length of the weights once. A
+    healthy step costs one ``detach`` for each loss term, and where its
+    gradient norm is not known anyway, three calls for it; no device sync.
+
+    Args:
+        optimizer: Whose steps they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._losses: Deque[List[Tensor]] = deque(maxlen=_LENGTH)
+        self._norms: Deque[Any] = deque(maxlen=_LENGTH)
+        self._rate = math.nan
+        self._largest_before = 0.
+        self._weights = self._weight_norm()
+
+    def measure(self) -> Optional[Tensor]:
+        """Norm of the gradients that are there now, unscaled; no sync."""
+        return norm_of([
+            parameter.grad for group in self._optimizer.param_groups
+            for parameter in group['params']])
+
+    def accept(self, losses: Mapping[str, Sequence[Tensor]],
+               norm: Any) -> None:
+        """Take in a step.
+
+        Args:
+            losses: Terms by key.
+            norm: Of its gradients before clipping: a float, a scalar, or
+                None.
+        """
+        self._losses.append([term.detach() for terms in losses.values()
+                             for term in terms])
+        if norm is not None:
+            self._norms.append(norm)
+        self._rate = self.learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of the optimizer now."""
+        return max((float(group.get('lr', math.nan))
+                    for group in self._optimizer.param_groups),
+                   default=math.nan)
+
+    def norms(self) -> List[float]:
+        """Of the last steps, the oldest first; one read for each device."""
+        known = [norm if isinstance(norm, Tensor) else torch.tensor(
+            float(norm)) for norm in self._norms]
+        if not known:
+            return []
+        first = known[-1].device
+        return torch.stack([norm.detach().to(first, torch.float64)
+                            for norm in known]).tolist()
+
+    @property
+    def largest(self) -> Optional[float]:
+        """The largest gradient norm of late; None where there was none."""
+        return max([*self.norms(), self._largest_before]) or None
+
+    def sane(self, norm: float) -> Optional[bool]:
+        """Whether a gradient norm is one to step on.
+
+        Args:
+            norm: Unscaled.
+
+        Returns:
+            None where there was none before to compare it with.
+        """
+        largest = self.largest
+        return None if largest is None else norm <= ABSURD * largest
+
+    def readings(self, model: nn.Module) -> Dict[str, Reading]:
+        """What the history and the optimizer say; reads from the device.
+
+        Args:
+            model: Whose weights they are.
+        """
+        return {'moments': self._moments(model), 'eps': self._eps(),
+                'update': self._update(), 'growth': self._growth()}
+
+    def _moments(self, model: nn.Module) -> Reading:
+        names = {id(parameter): name
+                 for name, parameter in model.named_parameters()}
+        held = [(f'{key} of {names.get(id(parameter), "a parameter")}', value)
+                for parameter, state in self._optimizer.state.items()
+                for key, value in state.items() if isinstance(value, Tensor)]
+        bad = bad_tensors([value for _, value in held])
+        kind = type(self._optimizer).__name__
+        if bad:
+            return Reading(True, f"{kind}'s {held[bad[0]][0]} is not finite"
+                           + (f', and {len(bad) - 1} more' if len(bad) > 1
+                              else ''))
+        return Reading(False, f"all of {kind}'s state is finite" if held
+                       else f'{kind} keeps no state')
+
+    def _eps(self) -> Reading:
+        for group in self._optimizer.param_groups:
+            eps = group.get('eps')
+            for parameter in group['params'] if eps is not None else ():
+                if float(torch.tensor(eps, dtype=parameter.dtype)) == 0:
+                    return Reading(True, (
+                        f'eps {eps:g} is 0 in '
+                        f'{str(parameter.dtype)[len("torch."):]}: an update '
+                        'without a gradient is 0 / 0'))
+        return Reading(False, 'eps is not 0')
+
+    def _weight_norm(self) -> float:
+        """L2 norm of all finite weights; reads from the device."""
+        weights = [parameter.detach()
+                   for group in self._optimizer.param_groups
+                   for parameter in group['params']
+                   if can_be_checked(parameter)]
+        bad = set(bad_tensors(weights))
+        norm = norm_of([weight for index, weight in enumerate(weights)
+                        if index not in bad])
+        return 0. if norm is None else float(norm)
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether each weight moves by the learning rate."""
+        return any('betas' in group for group in self._optimizer.param_groups)
+
+    def last_update(self) -> Optional[float]:
+        """About how far the last accepted step moved all weights."""
+        norms = self.norms()
+        if math.isnan(self._rate) or not norms:
+            return None
+        if self._adapts:
+            count = sum(parameter.numel()
+                        for group in self._optimizer.param_groups
+                        for parameter in group['params'])
+            return self._rate * math.sqrt(count)
+        return self._rate * norms[-1]
+
+    def _update(self) -> Reading:
+        update = self.last_update()
+        if update is None:
+            return Reading(False, 'no step was accepted yet')
+        return Reading(update > SHARE * self._weights, (
+            f'the last step moved the weights by about {update:.3g} (learning'
+            f' rate {self._rate:.3g}, gradient norm {self.norms()[-1]:.3g}); '
+            f'at the start they were {self._weights:.3g} long'))
+
+    def _growth(self) -> Reading:
+        grown = {'total loss': self._totals(), 'gradient norm': self.norms()}
+        for name, values in grown.items():
+            finite = [value for value in values if math.isfinite(value)]
+            if len(finite) < _LEAST:
+                continue
+            usual, last = statistics.median(finite[:-1]), finite[-1]
+            if last > GROWTH * usual:
+                return Reading(True, (
+                    f'the {name} went from {usual:.3g} to {last:.3g} within '
+                    f'{len(finite)} accepted steps'))
+        return Reading(False, 'losses and gradient norm had not grown')
+
+    def _totals(self) -> List[float]:
+        totals = [torch.stack([term.float().mean() for term in terms]).sum()
+                  for terms in self._losses if terms]
+        return torch.stack(totals).tolist() if totals else []
+
+    def safe_rate(self) -> Optional[float]:
+        """A learning rate whose step is a hundredth of the weights."""
+        update = self.last_update()
+        if not update or not math.isfinite(update):
+            return None
+        rate = self._rate * min(1., 0.01 * self._weights / update)
+        return float(f'{rate:.0e}') if 0 < rate < self._rate else None
+
+    def state_dict(self) -> Dict[str, float]:
+        """``nanfix_grad_norm``, the largest of late; reads the device."""
+        return {'nanfix_grad_norm': self.largest or 0.}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load it; what is missing is 0: nothing is known."""
+        self._largest_before = float(state.get('nanfix_grad_norm', 0.))
+        self._losses.clear()
+        self._norms.clear()

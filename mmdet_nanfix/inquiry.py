@@ -1,0 +1,420 @@
+"""What is found out about a failed step: evidence, origin, cause.
+
+The evidence is gathered while losses and gradients of the step are still
+there; replays come after what the step has changed was taken back.
+"""
+import dataclasses
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
+
+import torch
+from torch import Tensor, nn
+
+from .advice import Known, advise
+from .buffers import WatchedBuffers
+from .causes import TITLES, Facts, Reading, verdict
+from .evidence import first_look, origin_of, refined, where_raised
+from .experiments import Ground
+from .finite import Anchor, bad_tensors
+from .heads import Parts
+from .history import History
+from .locate import Locator
+from .origins import Record
+from .policy import LossScale
+from .records import Cause, HeadState, Incident, LossScaleChange, Where
+from .replay import Forward, Host
+from .search import Findings
+from .transaction import Transaction
+from .trial import Raised
+
+__all__ = ['Evidence', 'Inquiry', 'MicroStep']
+
+Losses = Dict[str, List[Tensor]]
+Agree = Callable[[bool], List[int]]
+# Of a window, that are replayed to find the one with bad gradients.
+_MOST_FORWARDS = 8
+
+
+@dataclasses.dataclass
+class MicroStep:
+    """One backward of the accumulation window.
+
+    ``raised`` is the exception that came instead of losses, ``forward``
+    what it began with.
+    """
+
+    loss: Tensor
+    terms: Losses
+    raised: Optional[Raised] = None
+    forward: Optional[Forward] = None
+
+    def detached(self) -> 'MicroStep':
+        """Without the graph, so that a window holds one graph at a time."""
+        return dataclasses.replace(
+            self, loss=self.loss.detach(), terms={
+                key: [term.detach() for term in terms]
+                for key, terms in self.terms.items()})
+
+
+@dataclasses.dataclass
+class Evidence:
+    """What a failed step shows before anything is replayed or taken back.
+
+    Attributes:
+        window: Its micro-steps.
+        micro: The one to show, or None.
+        loss_bad: Whether its loss is not finite.
+        bad_buffers: Names of buffers that are not.
+        ranks: Processes where it began: where a loss or a buffer is bad,
+            else where gradients are.
+        flagged: Whether a loss or a buffer is bad in any process.
+        bad_grads: Names of parameters with a bad gradient.
+        where: Of the first look.
+        heads: State of every part.
+    """
+
+    window: List[MicroStep]
+    micro: Optional[MicroStep]
+    loss_bad: bool
+    bad_buffers: List[str]
+    ranks: List[int]
+    flagged: bool
+    bad_grads: List[str]
+    where: Where
+    heads: Dict[str, HeadState]
+
+    @property
+    def raised(self) -> Optional[Raised]:
+        """The exception that the step raised, if any."""
+        return self.micro.raised if self.micro else None
+
+
+class Inquiry:
+    """Finds out about failed steps of one model and optimizer.
+
+    Args:
+        model: The bare model.
+        optimizer: Its optimizer.
+        transaction: Of its steps; closed when something is looked for.
+        buffers: Which must stay finite.
+        anchor: Carries the state of the losses.
+        scale: The loss scale.
+        host: Runs replays.
+        rank: Process of a distributed run.
+        agree: As for :class:`.GuardedStep`.
+        optimized: Returns ``id`` of each parameter that is optimized.
+        max_incidents: After so many failed steps nothing is replayed; None
+            for always, 0 for never.
+
+    Attributes:
+        history: Of the accepted steps.
+        good: What the last accepted step began with, or None.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
+                 transaction: Transaction, buffers: WatchedBuffers,
+                 anchor: Anchor, scale: LossScale, host: Host, rank: int,
+                 agree: Optional[Agree], optimized: Callable[[], Set[int]],
+                 max_incidents: Optional[int]) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._buffers = buffers
+        self._anchor = anchor
+        self._scale = scale
+        self._host = host
+        self._rank = rank
+        self._agree = agree
+        self._optimized = optimized
+        self._left = -1 if max_incidents is None else max_incidents
+        self._parts = Parts(model)
+        self._locator = Locator(model, transaction, host)
+        self._bad_from_the_start = set(self._parts.bad_weights())
+        self._meant = self._parts.infinite_constants()
+        self.history = History(optimizer)
+        self.good: Optional[Forward] = None
+
+    def note_owners(self, terms: Losses) -> None:
+        """Remember who owns which loss, before a graph is let go."""
+        self._parts.note_owners(terms)
+
+    def gather(self, window: List[MicroStep]) -> Evidence:
+        """Look at losses, gradients, buffers and weights; some reads.
+
+        Args:
+            window: The micro-steps; gradients must still be there.
+        """
+        micro, loss_bad = _worst(window)
+        bad_buffers = self._buffers.bad()
+        here = loss_bad or bool(bad_buffers)
+        ranks = ([self._rank] if here else []) if self._agree is None else (
+            self._agree(here))
+        # Layers may have been unfrozen or added since the last look.
+        self._parts = parts = Parts(self._model, self._parts)
+        bad_grads = self._bad_grads(bool(ranks))
+        heads = parts.state(micro.terms if micro else {}, bad_grads)
+        where = first_look(parts, heads, loss_bad, bad_buffers, bool(ranks),
+                           self._meant)
+        return Evidence(window, micro, loss_bad, bad_buffers, ranks,
+                        bool(ranks), bad_grads, where, heads)
+
+    def _bad_grads(self, flagged: bool) -> List[str]:
+        """Names of parameters whose own gradient is bad; two reads."""
+        named = self._parts.parameters
+        bad = bad_tensors([parameter.grad for _, parameter in named])
+        own = not flagged or not self._anchor.own_gradient_finite()
+        return [named[i][0] for i in bad
+                if own or named[i][1] is not self._anchor.parameter]
+
+    def find(self, evidence: Evidence, scale: float,
+             sharded: bool = False, can_step: bool = False) -> Findings:
+        """Replay the failing forward, as long as that is allowed.
+
+        Where gradients alone are bad, any forward of the window may have
+        made them so: the last first.
+
+        Args:
+            evidence: Of the step; what it changed is taken back.
+            scale: Its loss scale.
+            sharded: Parameters are shards.
+            can_step: Whether the step can be tried again.
+        """
+        if sharded:
+            return Findings(replay='parameters are shards')
+        if self._left == 0:
+            return Findings(replay='there were too many before')
+        self._left -= self._left > 0
+        micro = evidence.micro
+        alike = [micro] if evidence.loss_bad or micro is None else (
+            evidence.window[::-1])
+        first = None
+        for item in alike[:_MOST_FORWARDS]:
+            found = self._find(item, scale, can_step)
+            first = first or found
+            failed = found.failed is not None
+            ranks = self._agree(failed) if self._agree else failed
+            if ranks:
+                if not failed or (evidence.ranks
+                                  and self._rank not in evidence.ranks):
+                    found.replay = 'it began on another rank'
+                if self._agree and not evidence.ranks:
+                    evidence.ranks = self._agree(failed)
+                return found
+        return first or Findings(replay='no batch was seen')
+
+    def _find(self, item: Optional[MicroStep], scale: float,
+              can_step: bool) -> Findings:
+        rules, host = self._scale.settings, self._host
+        ground = Ground(
+            half=host.half, fp32=host.fp32, scale=scale,
+            lowest=min(rules.min_scale, scale) if rules.enabled else scale,
+            backoff=rules.backoff_factor, part=self._part_of,
+            sane=self.history.sane, alone=self._agree is None,
+            normaliser=getattr(self._model, 'data_preprocessor', None),
+            can_step=can_step)
+        return self._locator.find(
+            item.forward if item is not None else None,
+            self.good.batch if self.good else None, scale, self._buffers,
+            self._agree, raised=item.raised.error.partition(':')[0]
+            if item is not None and item.raised else None, meant=self._meant,
+            ground=ground)
+
+    def _part_of(self, record: Record) -> Optional[str]:
+        module = record.site.module
+        return self._parts.owner_of_name(f'{module}.') if module else None
+
+    def look_again(self) -> Findings:
+        """Replay the last forward of a step that was accepted.
+
+        With the weights of now: for finding out whether anything is blamed
+        where nothing is wrong.
+        """
+        if self.good is None:
+            return Findings(replay='no step was accepted yet')
+        return self._locator.find(self.good, None, self._scale.scale,
+                                  self._buffers, self._agree,
+                                  meant=self._meant)
+
+    def where(self, evidence: Evidence, found: Findings) -> Where:
+        """Where it began; owners of losses are known better from here on."""
+        if found.outcome is not None:
+            self._parts.note_sites({
+                key: [site.module for site in sites]
+                for key, sites in found.outcome.owners.items()})
+            micro = evidence.micro
+            evidence.heads = self._parts.state(
+                micro.terms if micro else {}, evidence.bad_grads)
+        where, raised = evidence.where, evidence.raised
+        if raised is not None and raised.error:
+            where = where_raised(raised, self._parts, found.outcome.running
+                                 if found.outcome is not None else None)
+        return refined(where, found, self._parts, self._by_step)
+
+    def _by_step(self, weight: str) -> Optional[str]:
+        """The optimizer, where it has made a weight bad.
+
+        It has, where the weight was fine at first, and nobody else moves it.
+        """
+        parameter = dict(self._model.named_parameters())[weight]
+        moved = parameter.requires_grad and (
+            id(parameter) in self._optimized())
+        if not moved or weight in self._bad_from_the_start:
+            return None
+        return f'{type(self._optimizer).__name__}.step'
+
+    def cause(self, where: Where, evidence: Evidence, found: Findings
+              ) -> Optional[Cause]:
+        """The verdict, and what helps.
+
+        Args:
+            where: Of :meth:`where`.
+            evidence: Of the step.
+            found: Of :meth:`find`.
+
+        Returns:
+            None where it began in another process.
+        """
+        if found.replay == 'it began on another rank':
+            return None
+        facts = self._facts(where, evidence, found)
+        code, lines = verdict(facts)
+        advice, patch = advise(code, self._known(where, facts, found))
+        return Cause(code, TITLES[code], lines, advice, patch)
+
+    def _facts(self, where: Where, evidence: Evidence,
+               found: Findings) -> Facts:
+        given = found.origin.given[0] if (
+            found.origin is not None and found.origin.given) else None
+        if given is None and found.origin is None:
+            # Weights and buffers are bad whether or not it is replayed.
+            given = {'params': 'weight', 'step': 'weight'}.get(
+                where.phase or '')
+        readings = self.history.readings(self._model)
+        if found.norm is not None:
+            readings['norm'] = self._norm_reading(found.norm)
+        blamed = [image['annotation'] for image in found.images or (
+            [bad.to_image() for bad in evidence.raised.bad]
+            if evidence.raised else []) if image['annotation']]
+        return Facts(
+            failed=found.failed, phase=where.phase, given=given,
+            by_step=where.phase == 'step', replays=found.replays,
+            label=bool(blamed) and blamed[0]['what'].startswith('label'),
+            readings=readings)
+
+    def _norm_reading(self, norm: float) -> Reading:
+        largest = self.history.largest
+        if largest is None:
+            return Reading(False, 'no step was accepted before, to compare '
+                           f'a gradient norm of {norm:.3g} with')
+        return Reading(self.history.sane(norm) is False, (
+            f'a gradient norm of {norm:.3g}, where the largest of the last '
+            f'accepted steps is {largest:.3g}'))
+
+    def _known(self, where: Where, facts: Facts, found: Findings) -> Known:
+        model, half = self._model, self._host.half
+        key = found.term[0] if found.term else ''
+        term = self._loss_module(found, key)
+        loss = where.module if where.module and _is_loss(
+            model, where.module) else None
+        return Known(
+            found=found, where=where, half=half,
+            scale=self._scale.scale, start=self._scale.settings.start()[0],
+            norm=self.history.largest, rate=self.history.learning_rate,
+            safe_rate=self.history.safe_rate(),
+            update_is_bad=facts.bad('update'), growth=facts.bad('growth'),
+            eps=self._least_eps(), absurd=facts.bad('norm'),
+            moments=facts.readings['moments'], term=term,
+            term_weight=_weight_of(model, term),
+            loss=loss, loss_type=type(
+                model.get_submodule(loss)).__name__ if loss else None,
+            path=lambda name: _config_path(model, name))
+
+    def _least_eps(self) -> Optional[float]:
+        known = [group['eps'] for group in self._optimizer.param_groups
+                 if isinstance(group.get('eps'), (int, float))]
+        return float(min(known)) if known else None
+
+    def _loss_module(self, found: Findings, key: str) -> Optional[str]:
+        """Path of the module that computes a loss term, or None."""
+        outcome = found.outcome
+        sites = outcome.owners.get(key, []) if outcome is not None else []
+        return next((site.module for site in sites if site.module
+                     and _is_loss(self._model, site.module)), None)
+
+    def incident(self, where: Where, evidence: Evidence, found: Findings,
+                 **settled: Any) -> Incident:
+        """The record.
+
+        Args:
+            where: Of :meth:`where`.
+            evidence: Of the step.
+            found: Of :meth:`find`.
+            **settled: ``epoch``, ``iter``, ``action``, ``counts``,
+                ``cause`` and ``loss_scale`` of an incident; the last as
+                before and after.
+        """
+        raised = evidence.raised
+        before, after = settled.pop('loss_scale')
+        return Incident(
+            rank=self._rank, where=where, heads=evidence.heads,
+            loss_scale=LossScaleChange(before, after),
+            images=found.images or (
+                [bad.to_image() for bad in raised.bad] or None
+                if raised else None),
+            error=raised.error or None if raised else None,
+            ranks=evidence.ranks or None if self._agree is not None else (
+                None),
+            origin=origin_of(found), replay=found.replay, **settled)
+
+
+def _is_loss(model: nn.Module, path: str) -> bool:
+    """Whether a module is called or named a loss."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    name = path.rpartition('.')[2]
+    return type(module).__name__.endswith('Loss') or name.startswith('loss')
+
+
+def _weight_of(model: nn.Module, path: Optional[str]) -> Optional[float]:
+    weight = getattr(model.get_submodule(path), 'loss_weight', None) if (
+        path) else None
+    return float(weight) if isinstance(weight, (int, float)) else None
+
+
+def _config_path(model: nn.Module, path: str) -> Optional[str]:
+    """Where below ``model`` of a config a module is, or None.
+
+    A list is replaced as a whole by a config: what is in one has no place
+    of its own.
+    """
+    parts = path.split('.')
+    if any(part.isdigit() for part in parts):
+        return None
+    # Of a teacher and a student both are the detector of the config.
+    if parts[0] in ('student', 'teacher') and hasattr(model, 'student'):
+        parts[0] = 'detector'
+    return '.'.join(parts)
+
+
+def _worst(window: Sequence[MicroStep]
+           ) -> Tuple[Optional[MicroStep], bool]:
+    """The micro-step to show, and whether its loss is bad; one read.
+
+    One that raised, else the first with a bad loss, else the last.
+    """
+    if not window:
+        return None, False
+    for micro in window:
+        if micro.raised is not None:
+            return micro, True
+    bad = bad_tensors([micro.loss for micro in window])
+    return (window[bad[0]], True) if bad else (window[-1], False)

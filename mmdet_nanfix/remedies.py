@@ -1,0 +1,100 @@
+"""Making a failed step again, where experiments have shown with what.
+
+Never with gradients that are absurd: at a low enough loss scale, or in fp32,
+those of any batch are finite, and a corrupt one would be applied.
+"""
+import dataclasses
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+from .inquiry import MicroStep
+from .records import Cause
+from .replay import Host
+from .search import Findings
+from .transaction import Transaction
+
+__all__ = ['Remedy', 'choose', 'retry']
+
+Sane = Callable[[float], Optional[bool]]
+
+
+@dataclasses.dataclass
+class Remedy:
+    """What a step is made again with.
+
+    Attributes:
+        action: ``retried`` or ``rescued_fp32_head``.
+        scale: The loss scale, or None for the same.
+        fp32: What is computed in fp32, as for :class:`.Request`.
+    """
+
+    action: str
+    scale: Optional[float] = None
+    fp32: Tuple[str, ...] = ()
+
+
+def choose(cause: Optional[Cause], found: Findings,
+           sane: Sane) -> Optional[Remedy]:
+    """The remedy that the evidence is for, or None.
+
+    Args:
+        cause: The verdict.
+        found: What the experiments have shown.
+        sane: Whether an unscaled gradient norm is one to step on.
+    """
+    if cause is None or found.norm is None or sane(found.norm) is not True:
+        return None
+    if cause.code == 'NF101' and found.fits is not None:
+        return Remedy('retried', found.fits)
+    if cause.code in ('NF102', 'NF103'):
+        for name, fp32 in (('part in fp32', found.part),
+                           (f'{found.mode} in fp32', found.mode)):
+            if fp32 is not None and name in found.proven:
+                return Remedy('rescued_fp32_head', found.fits, (fp32, ))
+    return None
+
+
+def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
+          transaction: Transaction, carry: Callable[[Tensor], Tensor],
+          sane: Sane) -> Tuple[Any, bool]:
+    """Make the forwards and backwards of a window again.
+
+    From the same batches, weights, buffers and random numbers. Nothing is
+    taken back here.
+
+    Args:
+        window: The micro-steps.
+        remedy: With what.
+        host: Whose ``retries`` are there.
+        transaction: Closed; it is left open.
+        carry: Gives what to call ``backward`` on for a loss.
+        sane: Whether an unscaled gradient norm is one to step on.
+
+    Returns:
+        What is logged of the last, and whether the gradients that are there
+        now, unscaled, are ones to step on. An exception, as for memory, is
+        an answer too.
+    """
+    retries: Any = host.retries
+    logged = None
+    try:
+        with retries.at(remedy.scale, remedy.fp32):
+            for index, forward in enumerate(_forwards(window)):
+                if index:
+                    transaction.settle()
+                forward.rng.restore()
+                transaction.begin()
+                batch = forward.batch.put_back()
+                logged = retries.run(batch, len(window) - index - 1, carry)
+            if retries.found_inf():
+                return None, False
+            norm = retries.norm()
+    except Exception:
+        # No step is worth a training, least of all the memory.
+        return None, False
+    return logged, norm is not None and sane(norm) is True
+
+
+def _forwards(window: Sequence[MicroStep]) -> List[Any]:
+    return [micro.forward for micro in window]
