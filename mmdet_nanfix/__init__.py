@@ -12,14 +12,19 @@ hosts                 one host each
 ``hooks``             MMEngine's hooks, and the names that are replaced
 ``engine``            MMEngine's optimizer wrappers, guarded
 ``guarded``           what these have in common
+``standin``           what stands for a wrapper while a step is made again
 ``journal``           what is told of a run, and where
 ``losses``            MMDetection's losses in fp32, under their own names
 ``mmcv_ops``          mmcv's compiled operations as CUDA computes them
 tensors               torch
 ``step``              the guarded step: decide, keep the evidence
+``remedies``          a failed step, made again with what helps
+``inquiry``           what is found out about a failed step
 ``watch``             what a model is given and makes of it in one forward
 ``evidence``          what a failed step shows, and where it began
 ``locate``            makes the replays that a search asks for
+``experiments``       counterfactual replays: what would have helped
+``history``           the last accepted steps, in a few numbers
 ``search``            the search for operation, image and annotation
 ``replay``            a failing forward and its backward, once more
 ``provenance``        the probe: where non-finite numbers come from
@@ -30,6 +35,7 @@ tensors               torch
 ``buffers``           which buffers must stay finite
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
+``widening``          what is computed in fp32 right now
 ``regions``           methods of a model that run in fp32
 ``head_methods``      which these are
 ``loss_formulas``     losses that are finite where the host's are not
@@ -45,6 +51,9 @@ tensors               torch
 plain                 standard library (and rich, for tables)
 ``report``            the log as a table; ``python -m``
 ``wording``           incidents in words
+``advice``            what helps, and a change of the config
+``causes``            the verdict on what replays have shown
+``sticky``            which parts stay in fp32
 ``records``           incidents and their log
 ``policy``            loss-scale and stop rules
 ====================  ===================================================

@@ -47,6 +47,8 @@ class Known:
         term_weight: Its ``loss_weight``, or None.
         loss: Path of the loss module where it began, or None.
         loss_type: Its class.
+        null_clip: Whether the config says ``clip_grad=None``, which no dict
+            can be merged with.
         path: Gives the place of a module in the config, or None.
     """
 
@@ -67,6 +69,7 @@ class Known:
     term_weight: Optional[float] = None
     loss: Optional[str] = None
     loss_type: Optional[str] = None
+    null_clip: bool = False
     path: Callable[[str], Optional[str]] = lambda name: name
 
     @property
@@ -177,8 +180,14 @@ def _bounded(known: Known, words: List[str],
         words = [*words, 'Its gradient is then far longer than any of late, '
                  'and such a step is not made; with the norm clipped its '
                  'length is bounded.', _CLIP]
-        changes['clip_grad'] = {'max_norm': bound, 'norm_type': 2}
+        changes['clip_grad'] = _clip(known, bound)
     return words, _wrapper(**changes)
+
+
+def _clip(known: Known, bound: float) -> Dict[str, Any]:
+    """A clipping for the config, whatever is there."""
+    anew = {'_delete_': True} if known.null_clip else {}
+    return {**anew, 'max_norm': bound, 'norm_type': 2}
 
 
 def _loss(known: Known) -> Advice:
@@ -292,8 +301,7 @@ def _diverging(known: Known) -> Advice:
         changes['optimizer'] = {'lr': known.safe_rate}
     if known.norm is not None and math.isfinite(known.norm):
         words.append(_CLIP)
-        changes['clip_grad'] = {'max_norm': _down(known.norm),
-                                'norm_type': 2}
+        changes['clip_grad'] = _clip(known, _down(known.norm))
         if not known.update_is_bad and found.fits is not None:
             changes['nanfix'] = {'init_scale': found.fits}
     return words, _wrapper(**changes) if changes else {}

@@ -166,7 +166,7 @@ def _pixels(facts: Facts) -> Optional[Sequence[str]]:
 
 
 def _term(facts: Facts) -> Optional[Sequence[str]]:
-    return _when(facts.gone('term lowered'), 'term lowered', 'lower scale')
+    return _when(facts.gone('term lowered'), 'term lowered')
 
 
 def _diverged(facts: Facts) -> Optional[Sequence[str]]:

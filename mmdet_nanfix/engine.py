@@ -199,7 +199,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             self.optimizer.step(**kwargs)
 
     def _rescale(self, scale: float) -> None:
-        if self.skipped and self._guard is not None:
+        if self.loss_scaler._scale is None and self._guard is not None:
             # Nothing was scaled where every forward raised.
             self.loss_scaler.scale(torch.zeros(
                 (), device=device_of(self.optimizer)))

@@ -7,6 +7,7 @@ from typing import (
     Callable,
     Collection,
     Dict,
+    List,
     Mapping,
     Optional,
     Sequence,
@@ -167,6 +168,14 @@ def origin_of(found: Findings) -> Optional[Dict[str, Any]]:
         'outputs': origin.outputs,
         'others': [f'{other.op} at {other.site.source}'
                    for other in found.others],
-        'tests': found.tests,
+        'tests': _tests(found),
     }
+
+
+def _tests(found: Findings) -> List[str]:
+    """All replays and what they showed, each once."""
+    named = [f'{name}: {replay.words}'
+             for name, replay in found.replays.items() if name != 'first']
+    return [test for test in found.tests
+            if not any(test in line for line in named)] + named
 

@@ -88,7 +88,7 @@ def inquire(images: Images, last_good: Optional[Images],
     if not trying.settled:
         yield from Blame(images, last_good, num_classes, found,
                          ground.alone).go()
-    if ground.alone and trying.is_open:
+    if ground.alone and not trying.settled:
         yield from trying.pixels()
         yield from trying.precisions()
     if ground.alone and not trying.saves and any(
@@ -241,6 +241,9 @@ class _Trying:
     def pixels(self) -> Asked:
         """Pixels within 0 to 255; another mean and standard deviation."""
         found = self._found
+        if self._given is not None or 'annotation repaired' in (
+                found.replays) and found.replays['annotation repaired'].gone:
+            return
         blamed = [item['img_path'] for item in found.images or ()]
         odd = [image for image, tensor in self._images.pixels()
                if image.to_image()['img_path'] in blamed and (
@@ -251,7 +254,7 @@ class _Trying:
             yield from self._try(
                 'pixels repaired', 'with its pixels brought within 0 to 255',
                 Request(batch=batch, until=first.failed if first else None))
-        elif not blamed and self._is_normalised_oddly():
+        elif self.is_open and not blamed and self._is_normalised_oddly():
             yield from self._normalised()
 
     def _is_normalised_oddly(self) -> bool:

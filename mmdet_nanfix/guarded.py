@@ -10,12 +10,9 @@ from typing import (
     Any,
     Callable,
     Dict,
-    FrozenSet,
-    Iterable,
     Iterator,
     List,
     Optional,
-    Sequence,
     Tuple,
 )
 
@@ -25,18 +22,19 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from . import raisers, regions
+from . import raisers
 from .arguments import device_of, split_settings
 from .head_methods import names_in
 from .journal import Journal, say, warn
-from .loss_formulas import exact_cost, finite_forward
 from .picture import Picture, Undo
-from .policy import LossScale, StickyParts, StopRule
+from .policy import LossScale, StopRule
 from .precision import not_compiled
 from .records import NonFiniteError
 from .replay import Host
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
+from .sticky import StickyParts
+from .widening import Widening
 
 __all__ = ['Guarded']
 
@@ -85,10 +83,6 @@ def _segfaults(model: nn.Module) -> bool:
                for kind in set(map(type, model.modules())))
 
 
-# Of what a request computes in fp32, what is no part of the model.
-_PRECISIONS = ('losses', 'heads', 'all', 'bfloat16')
-
-
 class Guarded(OptimWrapper):
     """What both wrappers have in common: a guard around each step.
 
@@ -100,14 +94,15 @@ class Guarded(OptimWrapper):
     _whole: Optional[nn.Module] = None
     _loaded: Dict[str, Any] = {}
     _stock = False
+    # Whether the config says ``clip_grad=None``.
+    _null_clip = False
     _look_first = False
     _alone = True
 
     _nanfix: Dict[str, Any] = {}
     _fp32: Optional[str] = None
     _max_incidents: Optional[int] = None
-    # What is more in fp32 during a replay, as a request says it.
-    _more: Tuple[str, ...] = ()
+    _widening: Optional[Widening] = None
 
     def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
         """Begin to guard, with settings that win over those it has."""
@@ -154,14 +149,15 @@ class Guarded(OptimWrapper):
         self._look_first = alone and _segfaults(model) and (
             device_of(self.optimizer) == 'cpu')
         self._alone = alone
-        self._check_modules(model)
+        widening = self._widening = Widening(
+            model, self._regions(), device_of(self.optimizer), self._sticky)
         half = self._is_half()
         host = Host(
             self._train_again, self._replayed, self._switched,
             [sys.modules[name] for name in ('mmcv._ext', )
-             if name in sys.modules], self._at_precision, half,
+             if name in sys.modules], widening.at, half,
             self._regions(), 1 / self._accumulative_counts,
-            Retries(self, self._whole) if half else None)
+            Retries(self, self._whole) if half else None, self._null_clip)
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,
@@ -170,8 +166,6 @@ class Guarded(OptimWrapper):
         self._guard.history.load_state_dict(self._loaded)
         if not alone:
             raisers.install()
-        if self._regions() is not None:
-            regions.install(model, finite_forward, exact_cost)
         self._journal.open()
         if self._scale.note:
             say(self._scale.note)
@@ -182,40 +176,6 @@ class Guarded(OptimWrapper):
                 f'start and are not watched: {", ".join(names[:3])}'
                 + (', ...' if len(names) > 3 else ''))
         return self._guard
-
-    def _check_modules(self, model: nn.Module) -> None:
-        """Refuse names that are no modules; make ready those that are."""
-        self._parts: Dict[str, FrozenSet[int]] = {}
-        names = dict(model.named_modules())
-        for name in self._sticky.names:
-            if name not in names and name not in _PRECISIONS:
-                raise ValueError(
-                    'Expected setting `fp32_modules` to name modules of the '
-                    f'{type(model).__name__}, but it has no {name!r}; it has '
-                    f'{", ".join(dict(model.named_children()))} and below')
-
-    def _parts_of(self, names: Iterable[str]) -> FrozenSet[int]:
-        """What runs in fp32 as a whole, of the modules so named."""
-        model: Any = self._guard.model if self._guard else None
-        for name in names:
-            if name not in self._parts:
-                if not self._parts:
-                    # Where losses are called there are regions within.
-                    regions.install(model, finite_forward, exact_cost)
-                self._parts[name] = regions.install_part(
-                    model.get_submodule(name))
-        return frozenset().union(*(self._parts[name] for name in names))
-
-    @contextlib.contextmanager
-    def _at_precision(self, fp32: Sequence[str]) -> Iterator[None]:
-        """More in fp32, as a request says it."""
-        before, self._more = self._more, tuple(fp32)
-        if fp32 and self._guard is not None:
-            regions.install(self._guard.model, finite_forward, exact_cost)
-        try:
-            yield
-        finally:
-            self._more = before
 
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:
@@ -311,16 +271,15 @@ class Guarded(OptimWrapper):
         """Which regions run in fp32; None where all is fp32 anyway."""
         return self._fp32 if self._is_half() else None
 
+    @property
+    def _more(self) -> Tuple[str, ...]:
+        """What is in fp32 beside the regions, during a replay."""
+        return self._widening.more if self._widening else ()
+
     def _switched(self) -> Any:
-        mode = self._regions()
-        names = [*self._more, *self._sticky.names]
-        if names:
-            modes = [name for name in ('heads', 'losses') if name in names]
-            mode = mode if mode == 'heads' or not modes else modes[0]
-            names = [name for name in names if name not in _PRECISIONS]
-        return regions.switched(mode, device_of(self.optimizer),
-                                self._parts_of(names) if names else (
-                                    frozenset()))
+        """Regions and parts in fp32."""
+        return self._widening.switched() if self._widening else (
+            contextlib.nullcontext())
 
     @not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

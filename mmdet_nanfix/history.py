@@ -193,7 +193,10 @@ class History:
         if not update or not math.isfinite(update):
             return None
         rate = self._rate * min(1., 0.01 * self._weights / update)
-        return float(f'{rate:.0e}') if 0 < rate < self._rate else None
+        if not 0 < rate < self._rate:
+            return None
+        power = 10. ** math.floor(math.log10(rate))
+        return float(f'{math.floor(rate / power) * power:.6g}')
 
     def state_dict(self) -> Dict[str, float]:
         """``nanfix_grad_norm``, the largest of late; reads the device."""

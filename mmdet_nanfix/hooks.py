@@ -137,6 +137,8 @@ class NanGuardHook(Hook):
             return
         adopt(wrapper, self._settings)
         self._adopted = wrapper
+        given = runner.cfg.get('optim_wrapper') or {}
+        wrapper._null_clip = given.get('clip_grad', ()) is None
         for index, hook in enumerate(runner._hooks):
             if type(hook) is RuntimeInfoHook:
                 runner._hooks[index] = NanfixRuntimeInfoHook()

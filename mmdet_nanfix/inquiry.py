@@ -4,6 +4,7 @@ The evidence is gathered while losses and gradients of the step are still
 there; replays come after what the step has changed was taken back.
 """
 import dataclasses
+import inspect
 from typing import (
     Any,
     Callable,
@@ -199,13 +200,13 @@ class Inquiry:
             found = self._find(item, scale, can_step)
             first = first or found
             failed = found.failed is not None
-            ranks = self._agree(failed) if self._agree else failed
+            ranks = self._agree(failed) if self._agree else [0] * failed
             if ranks:
                 if not failed or (evidence.ranks
                                   and self._rank not in evidence.ranks):
                     found.replay = 'it began on another rank'
                 if self._agree and not evidence.ranks:
-                    evidence.ranks = self._agree(failed)
+                    evidence.ranks = ranks
                 return found
         return first or Findings(replay='no batch was seen')
 
@@ -255,7 +256,17 @@ class Inquiry:
         if raised is not None and raised.error:
             where = where_raised(raised, self._parts, found.outcome.running
                                  if found.outcome is not None else None)
+        if where.phase == 'params' and found.origin is None:
+            return self._of_weights(where)
         return refined(where, found, self._parts, self._by_step)
+
+    def _of_weights(self, where: Where) -> Where:
+        """Whether an update has made weights bad, without a replay."""
+        bad = [name for name in self._parts.bad_weights()
+               if name not in self._meant]
+        step = self._by_step(bad[0]) if bad else None
+        return dataclasses.replace(where, phase='step', op=step) if (
+            step) else where
 
     def _by_step(self, weight: str) -> Optional[str]:
         """The optimizer, where it has made a weight bad.
@@ -334,7 +345,8 @@ class Inquiry:
             term_weight=_weight_of(model, term),
             loss=loss, loss_type=type(
                 model.get_submodule(loss)).__name__ if loss else None,
-            path=lambda name: _config_path(model, name))
+            path=lambda name: _config_path(model, name),
+            null_clip=self._host.null_clip)
 
     def _least_eps(self) -> Optional[float]:
         known = [group['eps'] for group in self._optimizer.param_groups
@@ -357,8 +369,8 @@ class Inquiry:
             evidence: Of the step.
             found: Of :meth:`find`.
             **settled: ``epoch``, ``iter``, ``action``, ``counts``,
-                ``cause`` and ``loss_scale`` of an incident; the last as
-                before and after.
+                ``cause``, ``remedy`` and ``loss_scale`` of an incident; the
+                last as before and after.
         """
         raised = evidence.raised
         before, after = settled.pop('loss_scale')
@@ -394,15 +406,36 @@ def _config_path(model: nn.Module, path: str) -> Optional[str]:
     """Where below ``model`` of a config a module is, or None.
 
     A list is replaced as a whole by a config: what is in one has no place
-    of its own.
+    of its own. Of the others the place is the argument that the parent was
+    built with, which is not always called as the attribute is.
     """
-    parts = path.split('.')
-    if any(part.isdigit() for part in parts):
-        return None
-    # Of a teacher and a student both are the detector of the config.
-    if parts[0] in ('student', 'teacher') and hasattr(model, 'student'):
-        parts[0] = 'detector'
-    return '.'.join(parts)
+    place, parent = [], model
+    for part in path.split('.'):
+        if part in ('student', 'teacher') and parent is model:
+            # Both are the detector of the config.
+            name: Optional[str] = 'detector'
+        else:
+            name = _argument(type(parent), part)
+        if name is None:
+            return None
+        place.append(name)
+        parent = parent.get_submodule(part)
+    return '.'.join(place)
+
+
+def _argument(kind: type, attribute: str) -> Optional[str]:
+    """The argument of a class that an attribute is made from, or None."""
+    known: Dict[str, inspect.Parameter] = {}
+    for base in reversed(kind.__mro__):
+        if '__init__' in vars(base) and base is not object:
+            known.update(inspect.signature(base).parameters)
+    if attribute in known:
+        return attribute
+    losses = [name for name, argument in known.items()
+              if name.startswith('loss_')
+              and isinstance(argument.default, dict)]
+    return losses[0] if attribute == 'criterion' and (
+        len(losses) == 1) else None
 
 
 def _worst(window: Sequence[MicroStep]

@@ -71,7 +71,8 @@ class Journal:
         if self.log is not None:
             self.log.write(incident)
         warn(one_line(incident.to_dict()))
-        self.draw('incidents', self._stop.total, incident.iter)
+        self.draw('incidents', self._stop.total + self._stop.saved,
+                  incident.iter)
         self.draw('skipped', self._stop.total, incident.iter)
 
     def draw(self, name: str, value: float, step: int) -> None:
@@ -101,8 +102,10 @@ class Journal:
         where = f'details: python -m mmdet_nanfix.report ' \
             f'{os.path.dirname(os.path.dirname(path))}' if path else (
                 'no log was kept')
+        saved = f', {self._stop.saved} more were made again' if (
+            self._stop.saved) else ''
         say(f'{self._stop.total} of {self._stop.steps} optimizer steps '
-            f'were skipped, loss scale now {scale:g}; '
+            f'were skipped{saved}, loss scale now {scale:g}; '
             f'{where}\n{self.summary.text()}')
 
     def stop_message(self, reason: str, saved: str) -> str:

@@ -8,20 +8,9 @@ import dataclasses
 import math
 from collections import deque
 from numbers import Integral, Real
-from typing import (
-    Any,
-    Deque,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Deque, Dict, Mapping, Optional, Tuple
 
-__all__ = [
-    'HIGH_START', 'LossScale', 'LossScaleSettings', 'StickyParts', 'StopRule'
-]
+__all__ = ['HIGH_START', 'LossScale', 'LossScaleSettings', 'StopRule']
 
 HIGH_START = 512.
 DEFAULT_START = 256.
@@ -317,6 +306,7 @@ class StopRule:
         consecutive: Skipped steps since the last good one.
         total: Skipped steps of the whole run.
         steps: Optimizer steps of the whole run, skipped ones included.
+        saved: Those that were made again instead of being skipped.
 
     Raises:
         TypeError: ``max_consecutive`` is neither an int nor None.
@@ -341,15 +331,21 @@ class StopRule:
         self.consecutive = 0
         self.total = 0
         self.steps = 0
+        self.saved = 0
         self._recent: Deque[bool] = deque(maxlen=window)
 
-    def update(self, skipped: bool) -> Optional[str]:
+    def update(self, skipped: bool, saved: bool = False) -> Optional[str]:
         """Take in one optimizer step.
+
+        Args:
+            skipped: Whether nothing moved.
+            saved: Whether it failed, but was made again.
 
         Returns:
             Why to stop, in words, or None to go on.
         """
         self.steps += 1
+        self.saved += saved
         self._recent.append(skipped)
         if not skipped:
             self.consecutive = 0
@@ -367,11 +363,12 @@ class StopRule:
         return None
 
     def state_dict(self) -> Dict[str, int]:
-        """``nanfix_steps``, ``nanfix_total`` and ``nanfix_consecutive``."""
+        """``nanfix_`` ``steps``, ``total``, ``consecutive``, ``saved``."""
         return {
             'nanfix_steps': self.steps,
             'nanfix_total': self.total,
             'nanfix_consecutive': self.consecutive,
+            'nanfix_saved': self.saved,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -379,62 +376,5 @@ class StopRule:
         self.steps = int(state.get('nanfix_steps', 0))
         self.total = int(state.get('nanfix_total', 0))
         self.consecutive = int(state.get('nanfix_consecutive', 0))
+        self.saved = int(state.get('nanfix_saved', 0))
         self._recent.clear()
-
-
-class StickyParts:
-    """Which parts of a model stay in fp32, since that has saved steps.
-
-    Args:
-        given: Those that are in fp32 from the start.
-        times: So many saved steps make a part stay so.
-        within: Within so many iterations.
-
-    Attributes:
-        names: Parts that stay in fp32.
-    """
-
-    def __init__(self, given: Sequence[str] = (), times: int = 3,
-                 within: int = 1000) -> None:
-        self.names: List[str] = list(given)
-        self._times, self._within = times, within
-        self._saved: Dict[str, List[int]] = {}
-
-    def save(self, name: str, iteration: int) -> bool:
-        """Take in a step that was saved by having a part in fp32.
-
-        Returns:
-            Whether it stays so from now on.
-        """
-        saved = [*self._saved.get(name, ()), iteration][-self._times:]
-        self._saved[name] = saved
-        if name in self.names or len(saved) < self._times or (
-                iteration - saved[0] >= self._within):
-            return False
-        self.names.append(name)
-        return True
-
-    def state_dict(self) -> Dict[str, int]:
-        """Plain numbers, the names in the keys.
-
-        ``nanfix_fp32/<part>`` is 1 for what stays in fp32, and
-        ``nanfix_saved/<n>/<part>`` the iteration of a saved step.
-        """
-        state = {f'nanfix_fp32/{name}': 1 for name in self.names}
-        for name, saved in self._saved.items():
-            state.update({f'nanfix_saved/{index}/{name}': iteration
-                          for index, iteration in enumerate(saved)})
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what stays in fp32, beside what the config says."""
-        saved: Dict[str, Dict[int, int]] = {}
-        for key, value in state.items():
-            kind, _, name = str(key).partition('/')
-            if kind == 'nanfix_fp32' and name not in self.names:
-                self.names.append(name)
-            elif kind == 'nanfix_saved':
-                index, _, name = name.partition('/')
-                saved.setdefault(name, {})[int(index)] = int(value)
-        self._saved = {name: [found[index] for index in sorted(found)]
-                       for name, found in saved.items()}

@@ -76,7 +76,16 @@ class LossScaleChange:
 
 @dataclasses.dataclass
 class Cause:
-    """Verdict on an incident: code, words, and a config change."""
+    """Verdict on an incident.
+
+    Attributes:
+        code: NF101 to NF113, see :data:`~mmdet_nanfix.causes.TITLES`.
+        title: The same in words.
+        evidence: What decided it; each line begins with the name of the
+            replay, or of the reading of the run's state, that showed it.
+        advice: What helps, and what does not.
+        config_patch: Python to paste into the config, or None.
+    """
 
     code: str
     title: str
@@ -107,13 +116,15 @@ class Incident:
         heads: State of every part of the model, by name.
         images: Images to blame, or None where they are not known.
         loss_scale: Before and after.
-        cause: Verdict, or None where none was sought.
+        cause: Verdict, or None where it began in another process.
         error: The exception that the step raised, or None.
         ranks: Processes of a distributed run where it began, or None where
             that is not known.
         origin: All that a replay has found out about where it began, with
             amax, counts, dtype and shape of inputs and results; or None.
         replay: Why no origin was found, in words, or None.
+        remedy: What a step was made again with: ``scale`` and ``fp32``; or
+            None.
         action: ``skipped`` ``retried`` ``rescued_fp32_head`` ``aborted``.
         counts: Counters after this step.
     """
@@ -132,6 +143,7 @@ class Incident:
     ranks: Optional[List[int]] = None
     origin: Optional[Dict[str, Any]] = None
     replay: Optional[str] = None
+    remedy: Optional[Dict[str, Any]] = None
     time: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now().astimezone().
         isoformat(timespec='milliseconds'))
@@ -174,7 +186,7 @@ def _spell(value: Any) -> Any:
 
 
 # Keys that came later: a log without them is read all the same.
-_ADDED = {'error', 'ranks', 'origin', 'replay'}
+_ADDED = {'error', 'ranks', 'origin', 'replay', 'remedy'}
 _KEYS = {field.name for field in dataclasses.fields(Incident)} - _ADDED
 _OBJECTS = ('where', 'heads', 'loss_scale', 'counts')
 

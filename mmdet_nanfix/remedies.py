@@ -4,7 +4,7 @@ Never with gradients that are absurd: at a low enough loss scale, or in fp32,
 those of any batch are finite, and a corrupt one would be applied.
 """
 import dataclasses
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ class Remedy:
     action: str
     scale: Optional[float] = None
     fp32: Tuple[str, ...] = ()
+
+    def to_dict(self) -> Dict[str, Any]:
+        """As an incident's ``remedy``."""
+        return {'scale': self.scale, 'fp32': list(self.fp32)}
 
 
 def choose(cause: Optional[Cause], found: Findings,

@@ -180,6 +180,7 @@ class Host:
         fp32: The setting of that name.
         share: Of a loss in its optimizer step.
         retries: Makes a step again that is to count, or None.
+        null_clip: Whether the config says ``clip_grad=None``.
     """
 
     train_step: Optional[Callable[[Any, OnLoss], None]] = None
@@ -192,6 +193,7 @@ class Host:
     fp32: Optional[str] = None
     share: float = 1.
     retries: Optional['Retries'] = None
+    null_clip: bool = False
 
 
 class Replays:

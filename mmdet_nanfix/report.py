@@ -30,6 +30,7 @@ from .wording import head_in_words, heads_told, paragraph, scale_in_words
 
 __all__ = ['Summary', 'find_logs', 'incident_table', 'main', 'paragraphs']
 
+_ACTIONS = {'rescued_fp32_head': 'in fp32'}
 _LOG = re.compile(r'incidents(_rank\d+)?\.jsonl')
 
 
@@ -76,9 +77,14 @@ def _heads_text(incident: Dict[str, Any]) -> Text:
     return text
 
 
+def _as_dict(value: Any) -> Dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _row(incident: Dict[str, Any]) -> List[Text]:
     where = incident['where'] or {}
     counts = incident['counts'] or {}
+    cause = _as_dict(incident['cause'])
     at = str(incident['iter'])
     if incident['epoch'] is not None:
         at += f'\nepoch {incident["epoch"]}'
@@ -87,10 +93,12 @@ def _row(incident: Dict[str, Any]) -> List[Text]:
     # Text, not str: rich reads markup in a str, and names are not ours.
     return [
         Text(at),
-        Text(str(where.get('phase'))),
+        Text('\n'.join(str(said) for said in (
+            where.get('phase'), cause.get('code')) if said)),
         _heads_text(incident),
         Text(scale_in_words(incident)),
-        Text(f'{incident["action"]}\n{counts.get("consecutive")} in a row\n'
+        Text(_ACTIONS.get(str(incident['action']), str(incident['action']))
+             + f'\n{counts.get("consecutive")} in a row\n'
              f'{counts.get("total")} in all'),
     ]
 
@@ -145,9 +153,10 @@ def paragraphs(incidents: Iterable[Dict[str, Any]]) -> Iterator[str]:
     alike: Dict[str, List[Dict[str, Any]]] = {}
     for incident in incidents:
         place = {**(incident['where'] or {}), 'kind': None}
+        cause = _as_dict(incident['cause']).get('code')
         alike.setdefault(json.dumps([
-            place, incident['images'] or None], sort_keys=True),
-            []).append(incident)
+            place, cause, incident['action'], incident['images'] or None],
+            sort_keys=True), []).append(incident)
     for first, *others in alike.values():
         text = paragraph(first)
         if others:

@@ -24,17 +24,21 @@ from .finite import Anchor, bad_tensors
 from .heads import loss_terms
 from .inquiry import Evidence, Inquiry, MicroStep
 from .picture import Undo
-from .policy import LossScale, StickyParts, StopRule
+from .policy import LossScale, LossScaleSettings, StopRule
 from .records import Cause, Counts, Incident
 from .remedies import Remedy, choose, retry
 from .replay import Host
 from .search import Findings
 from .sites import Site
+from .sticky import StickyParts
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
 from .watch import Watch
 
 __all__ = ['GuardedStep', 'Verdict']
+
+# Causes that are in a batch, not in the loss scale.
+_ITS_OWN = ('NF104', 'NF105', 'NF106', 'NF108')
 
 @dataclasses.dataclass
 class Verdict:
@@ -275,9 +279,10 @@ class GuardedStep:
         remedy = self._remedy(cause, evidence, found, can_step)
         rescued, logged = self._rescue(window, remedy)
         after = self._rescale(evidence, cause, found, rescued)
-        stop = self.stop.update(skipped=rescued is None)
+        stop = self.stop.update(skipped=rescued is None,
+                                saved=rescued is not None)
         if rescued is not None:
-            self.history.accept({}, None)
+            self.history.accept({}, found.norm)
             for part in rescued.fp32:
                 if self._sticky.save(part, iteration):
                     note = (f'{part} runs in fp32 from now on: that has '
@@ -287,6 +292,7 @@ class GuardedStep:
             loss_scale=(before, after),
             action='aborted' if stop else (
                 rescued.action if rescued else 'skipped'),
+            remedy=rescued.to_dict() if rescued else None,
             counts=Counts(self.stop.consecutive, self.stop.total,
                           self.stop.steps))
         return Verdict(incident, stop, note, rescued is not None, logged)
@@ -338,16 +344,18 @@ class GuardedStep:
         """
         if remedy is None:
             return None, None
-        logged, fine = retry(window, remedy, self._host, self._transaction,
-                             self._carry, self.history.sane)
-        self.flag = None
-        if self._agree(not fine) if self._agree else not fine:
+        for attempt in _attempts(remedy, len(window), self.scale.settings):
+            logged, fine = retry(window, attempt, self._host,
+                                 self._transaction, self._carry,
+                                 self.history.sane)
+            self.flag = None
+            if not (self._agree(not fine) if self._agree else not fine):
+                self._accept(window)
+                return attempt, logged
             self._transaction.rollback()
             for parameter in self.model.parameters():
                 parameter.grad = None
-            return None, None
-        self._accept(window)
-        return remedy, logged
+        return None, None
 
     def _rescale(self, evidence: Evidence, cause: Optional[Cause],
                  found: Findings, rescued: Optional[Remedy]) -> float:
@@ -359,8 +367,22 @@ class GuardedStep:
         if cause is not None and cause.code == 'NF101' and found.fits and (
                 self._agree is None):
             return self.scale.fit(found.fits, stepped=False)
-        return self.scale.update(losses_finite=not evidence.flagged,
-                                 grads_finite=False)
+        return self.scale.update(
+            losses_finite=not evidence.flagged
+            and not self._is_its_own(cause, found), grads_finite=False)
+
+    def _is_its_own(self, cause: Optional[Cause], found: Findings) -> bool:
+        """Whether a single batch is at fault, and not the loss scale.
+
+        At a lower one it would be applied the next time. Ranks do not know
+        this of each other.
+        """
+        if self._agree is not None or cause is None or (
+                self.stop.consecutive > 0):
+            return False
+        lower = found.replays.get('lower scale')
+        return cause.code in _ITS_OWN or (
+            lower is not None and not lower.gone)
 
     def look_again(self) -> Findings:
         """Replay the last forward of a step that was accepted.
@@ -369,6 +391,21 @@ class GuardedStep:
         where nothing is wrong.
         """
         return self._inquiry.look_again()
+
+
+def _attempts(remedy: Remedy, length: int,
+              rules: LossScaleSettings) -> Iterator[Remedy]:
+    """A remedy, and for a window, of which one forward was measured, lower.
+
+    Args:
+        remedy: The remedy.
+        length: Of the window.
+        rules: Of the loss scale.
+    """
+    yield remedy
+    lower = (remedy.scale or 0.) * rules.backoff_factor
+    if length > 1 and lower >= rules.min_scale:
+        yield dataclasses.replace(remedy, scale=lower)
 
 
 def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:

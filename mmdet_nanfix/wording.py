@@ -8,8 +8,8 @@ import textwrap
 from typing import Any, Dict, List, Mapping, Optional
 
 __all__ = [
-    'head_in_words', 'heads_told', 'one_line', 'paragraph', 'scale_in_words',
-    'short_source', 'where_in_words'
+    'done_in_words', 'head_in_words', 'heads_told', 'one_line', 'paragraph',
+    'scale_in_words', 'short_source', 'where_in_words'
 ]
 
 Record = Mapping[str, Any]
@@ -123,6 +123,26 @@ def heads_told(record: Record) -> Dict[str, Record]:
             if state.get('losses') or name == blamed}
 
 
+def _cause(record: Record) -> Record:
+    cause = record.get('cause')
+    return cause if isinstance(cause, dict) else {}
+
+
+def done_in_words(record: Record) -> str:
+    """What became of the step."""
+    action, remedy = record.get('action'), record.get('remedy') or {}
+    if action == 'aborted':
+        return 'step skipped, and training was stopped'
+    if action not in ('retried', 'rescued_fp32_head'):
+        return 'step skipped'
+    scale = remedy.get('scale')
+    how = [f'at loss scale {scale:g}'] if isinstance(scale, (int, float)) \
+        else []
+    if remedy.get('fp32'):
+        how.insert(0, f'with {", ".join(remedy["fp32"])} in fp32')
+    return f'step made again {" and ".join(how)}, nothing lost'
+
+
 def one_line(record: Record) -> str:
     """An incident for the console."""
     heads = ', '.join(f'{name}: {head_in_words(state)}'
@@ -131,17 +151,19 @@ def one_line(record: Record) -> str:
     if ranks:
         heads += f' (began on rank {", ".join(map(str, ranks))})'
     counts = record.get('counts') or {}
-    done = 'stopping' if record.get('action') == 'aborted' else (
-        'step skipped')
+    lost = '' if record.get('remedy') else (
+        f' ({counts.get("consecutive")} in a row, '
+        f'{counts.get("total")} in all)')
+    cause = _cause(record)
+    why = [f'{cause.get("code")} {cause.get("title")}'] if cause else []
     began = [item for item in (where_in_words(record), *_images(record))
              if item]
     scale = scale_in_words(record)
     said = '; '.join([
         f'{_what(record)} at {_at(record)}, loss scale {scale}' + (
             f': {", ".join(began)}' if began else ''),
-        heads or 'no head is known',
-        f'{done} ({counts.get("consecutive")} in a row, '
-        f'{counts.get("total")} in all)'])
+        heads or 'no head is known', *why,
+        done_in_words(record) + lost])
     # A name may hold a line break.
     return ' '.join(said.split())
 
@@ -178,16 +200,27 @@ def paragraph(record: Record, width: int = 79) -> str:
     blamed = _images(record)
     if blamed:
         text.append(f'To blame: {", ".join(blamed)}.')
-    tests = origin.get('tests') or []
+    cause = _cause(record)
+    evidence = cause.get('evidence') or []
+    if cause:
+        text.append(f'Cause: {cause.get("code")}, {cause.get("title")}.')
+    tests = [*evidence, *[test for test in origin.get('tests') or []
+                          if not any(test in line for line in evidence)]]
     if tests:
-        text.append(f'Tried: {"; ".join(tests)}.')
+        text.append(f'Tried and seen: {"; ".join(tests)}.')
+    if cause.get('advice'):
+        text.append(f'What helps: {cause["advice"]}')
     fine = [name for name, state in heads_told(record).items()
             if head_in_words(state) == 'fine']
     if fine:
         text.append(f'Fine in that step: {", ".join(fine)}.')
-    done = 'training was stopped' if record.get('action') == 'aborted' else (
-        'the step was skipped')
-    text.append(f'Loss scale {scale_in_words(record)}; {done}.')
-    return textwrap.fill(' '.join(part for part in text if part), width,
+    text.append(f'Loss scale {scale_in_words(record)}; '
+                f'{done_in_words(record)}.')
+    told = textwrap.fill(' '.join(part for part in text if part), width,
                          subsequent_indent='  ', break_long_words=False,
                          break_on_hyphens=False)
+    patch = cause.get('config_patch')
+    if patch:
+        told += '\n  To paste into the config:\n' + textwrap.indent(
+            patch, '    ')
+    return told

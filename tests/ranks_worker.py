@@ -160,6 +160,33 @@ def case_named(rank, out):
             'op': record['where']['op'], 'replay': record['replay']}
 
 
+def case_retry(rank, out):
+    """A loss scale that is too high, for the batch of one rank or of both."""
+    seen = {}
+    for accumulate in (1, 2):
+        for who in (0, 1, None):
+            model, wrapper = build(accumulative_counts=accumulate,
+                                   loss_scale=dict(init_scale=64.))
+            wrapper.initialize_count_status(model, 0, 9 * accumulate)
+            incidents = []
+            wrapper._journal.tell = incidents.append
+            for index in range(3 * accumulate):
+                if index == accumulate:
+                    wrapper._scale.scale = 2.**30
+                    wrapper._rescale(2.**30)
+                before = copy.deepcopy(model.state_dict())
+                # One rank has losses a hundred times as large.
+                step(model, wrapper, toy_batch(
+                    box=1. if who in (None, rank) else .01))
+            seen[f'{accumulate} {who}'] = {
+                'actions': [incident.action for incident in incidents],
+                'scale': wrapper._scale.scale,
+                'equal': everywhere(model), 'said': said(wrapper)[0],
+                'moved': any(not torch.equal(before[name], value)
+                             for name, value in model.state_dict().items())}
+    return seen
+
+
 def case_stop(rank, out):
     """All ranks stop together."""
     model, wrapper = build(nanfix=dict(max_consecutive=2))

@@ -30,7 +30,7 @@ def test_settings_are_split():
         max_consecutive=3, init_scale=8., fp32=None)) == Settings(
             dict(init_scale=8.), dict(max_consecutive=3), None)
     with pytest.raises(TypeError, match=(
-            'max_consecutive, max_incidents, fp32, init_scale')):
+            'fp32, fp32_modules, init_scale')):
         split_settings(dict(max_consecutiv=3))
     with pytest.raises(TypeError, match='a dict'):
         split_settings(3)

@@ -8,6 +8,7 @@ from mmdet_nanfix.batches import KeptBatch
 from mmdet_nanfix.buffers import WatchedBuffers
 from mmdet_nanfix.locate import Locator
 from mmdet_nanfix.replay import Forward, Host
+from mmdet_nanfix.search import MOST
 from mmdet_nanfix.transaction import Rng, Transaction
 
 
@@ -90,7 +91,7 @@ def test_all_processes_make_as_many_replays(others):
     assert found.origin.op == 'log' and unable == [False]
     # One of its own: with another batch a rank may raise by itself.
     assert sum(rounds) == 1 and found.images is None
-    assert len(rounds) == max(1, min(others, 10)) + (others < 50)
+    assert len(rounds) == max(1, min(others, MOST)) + (others < 50)
 
 
 def test_a_rank_that_fails_to_search_keeps_step_with_the_others():

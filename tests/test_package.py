@@ -19,14 +19,17 @@ LAYERS = {
     'hosts': ({'torch', 'numpy'} | HOSTS, {'plain', 'tensors', 'hosts'}),
 }
 MODULES = {
-    'plain': ['policy', 'records', 'report', 'wording'],
+    'plain': ['advice', 'causes', 'policy', 'records', 'report', 'sticky',
+              'wording'],
     'tensors': ['annotations', 'arguments', 'batches', 'buffers',
-                'emulation', 'evidence', 'finite', 'half_ops',
-                'half_sampling', 'head_methods', 'heads', 'locate',
-                'loss_formulas', 'origins', 'picture', 'precision',
-                'provenance', 'raisers', 'regions', 'replay', 'search',
-                'sites', 'step', 'transaction', 'trial', 'watch'],
-    'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops'],
+                'emulation', 'evidence', 'experiments', 'finite', 'half_ops',
+                'half_sampling', 'head_methods', 'heads', 'history',
+                'inquiry', 'locate', 'loss_formulas', 'origins', 'picture',
+                'precision', 'provenance', 'raisers', 'regions', 'remedies',
+                'replay', 'search', 'sites', 'step', 'transaction', 'trial',
+                'watch', 'widening'],
+    'hosts': ['engine', 'guarded', 'hooks', 'journal', 'losses', 'mmcv_ops',
+              'standin'],
 }
 LAYER_OF = {name: layer for layer, names in MODULES.items()
             for name in names}

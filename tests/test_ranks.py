@@ -43,7 +43,7 @@ def test_a_fault_on_one_rank(together):
         assert seen['equal'] and seen['untouched'] and seen['moved'], name
         assert seen['finite'], name
         assert counts == dict(nanfix_steps=3, nanfix_total=1,
-                              nanfix_consecutive=0), name
+                              nanfix_consecutive=0, nanfix_saved=0), name
         assert scale == (128 if 'gradient' in name else 256), name
 
 
@@ -68,6 +68,17 @@ def test_the_rank_where_it_began_is_named(together):
     # A loss times the NaN that the toy was given.
     assert second == dict(ranks=[1], rank=1, heads=['loss_first'], op='mul',
                           replay=None)
+
+
+def test_all_ranks_retry_at_one_scale(together):
+    first, second = together('retry')
+    assert first == second and len(first) == 6
+    for name, seen in first.items():
+        assert seen['actions'] == ['retried'], name
+        assert seen['equal'] and seen['moved'], name
+        assert 64 < seen['scale'] < 2**30, name
+        assert (seen['said']['nanfix_total'],
+                seen['said']['nanfix_saved']) == (0, 1), name
 
 
 def test_all_ranks_stop_together(together):

@@ -21,7 +21,7 @@ from mmdet_nanfix.records import (
 
 KEYS = {'schema', 'time', 'rank', 'epoch', 'iter', 'where', 'heads', 'images',
         'loss_scale', 'cause', 'action', 'counts', 'error', 'ranks', 'origin',
-        'replay'}
+        'replay', 'remedy'}
 
 
 def incident(iteration=7, value=math.nan):

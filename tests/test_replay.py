@@ -6,7 +6,7 @@ from torch import nn
 
 from mmdet_nanfix.batches import KeptBatch
 from mmdet_nanfix.provenance import Provenance
-from mmdet_nanfix.replay import Forward, Host, Replays, can_replay
+from mmdet_nanfix.replay import Forward, Host, Replays, Request, can_replay
 from mmdet_nanfix.sites import Sites
 from mmdet_nanfix.transaction import Rng, Transaction
 
@@ -154,5 +154,5 @@ def test_nothing_is_looked_at_after_what_is_asked_about(how, until, failed):
     model, run, _ = setup(how=how)
     went = []
     model.bbox_head.weight.register_hook(went.append)
-    assert run(until=until).failed == failed
+    assert run(asked=Request(until=until)).failed == failed
     assert bool(went) is (until == 'grads')

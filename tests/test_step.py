@@ -111,7 +111,7 @@ def test_stop(toy):
 
 def test_a_loss_that_is_bad_on_another_rank_only(toy):
     guard = guard_of(toy)
-    guard._agree = lambda flag: [1]
+    guard._agree = guard._inquiry._agree = lambda flag: [1]
     with guard.watch():
         losses = toy(**toy_batch())
     guard.attach(toy.parse_losses(losses)[0]).backward()

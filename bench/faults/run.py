@@ -156,8 +156,12 @@ def run(case: Case, further: bool = False) -> Result:
 
 
 def is_cured(case: Case, patch: str) -> bool:
-    """Whether there is no incident with a patch in the config."""
-    return not _train(case, patch, False).incidents
+    """Whether it trains with a patch in the config, without an incident."""
+    try:
+        return not _train(case, patch, False).incidents
+    except Exception as error:
+        print(f'run.py: with {patch!r}: {error!r}', file=sys.stderr)
+        return False
 
 
 def _train(case: Case, patch: Optional[str], further: bool) -> Result:

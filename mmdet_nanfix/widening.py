@@ -1,0 +1,88 @@
+"""What a training computes in fp32 right now: regions, parts, all of it."""
+import contextlib
+from typing import Any, Dict, FrozenSet, Iterator, Optional, Sequence, Tuple
+
+from torch import nn
+
+from . import regions
+from .loss_formulas import exact_cost, finite_forward
+from .sticky import StickyParts
+
+__all__ = ['Widening']
+
+# Of what a request computes in fp32, what is no part of the model.
+_NO_PARTS = ('losses', 'heads', 'all', 'bfloat16')
+
+
+class Widening:
+    """The regions and parts of one model that run in fp32.
+
+    Args:
+        model: The bare model.
+        mode: Which regions run in fp32, of :data:`.regions.MODES`.
+        device: Type of the device whose autocast is left.
+        sticky: Parts that stay in fp32.
+
+    Attributes:
+        more: What is in fp32 beside that, during a replay.
+
+    Raises:
+        ValueError: A part that the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, mode: Optional[str], device: str,
+                 sticky: StickyParts) -> None:
+        self._model = model
+        self._mode = mode
+        self._device = device
+        self._sticky = sticky
+        self._parts: Dict[str, FrozenSet[int]] = {}
+        self.more: Tuple[str, ...] = ()
+        known = dict(model.named_modules())
+        for name in sticky.names:
+            if name not in known and name not in _NO_PARTS:
+                raise ValueError(
+                    'Expected setting `fp32_modules` to name modules of the '
+                    f'{type(model).__name__}, but it has no {name!r}; it has '
+                    f'{", ".join(dict(model.named_children()))} and below')
+        if mode is not None:
+            self._install()
+
+    def _install(self) -> None:
+        regions.install(self._model, finite_forward, exact_cost)
+
+    @contextlib.contextmanager
+    def at(self, fp32: Sequence[str]) -> Iterator[None]:
+        """Region in which more is in fp32.
+
+        Args:
+            fp32: As for :class:`.replay.Request`.
+        """
+        before, self.more = self.more, tuple(fp32)
+        if fp32:
+            self._install()
+        try:
+            yield
+        finally:
+            self.more = before
+
+    def switched(self) -> Any:
+        """Region of a forward or a backward."""
+        names = [*self.more, *self._sticky.names]
+        if not names:
+            return regions.switched(self._mode, self._device)
+        mode = self._mode
+        for wider in ('losses', 'heads'):
+            if wider in names and mode != 'heads':
+                mode = wider
+        parts = [self._ids(name) for name in names if name not in _NO_PARTS]
+        return regions.switched(mode, self._device,
+                                frozenset().union(*parts))
+
+    def _ids(self, name: str) -> FrozenSet[int]:
+        if name not in self._parts:
+            # Its losses are regions within.
+            self._install()
+            self._parts[name] = regions.install_part(
+                self._model.get_submodule(name))
+        return self._parts[name]

@@ -1,0 +1,44 @@
+import pytest
+
+from mmdet_nanfix.sticky import StickyParts
+
+
+@pytest.mark.parametrize('saved, stays', [
+    ([1, 2], False), ([1, 2, 3], True), ([1, 500, 1000], True),
+    ([1, 500, 1001], False), ([1, 900, 1800, 2700], False),
+    ([1, 1500, 1600, 1700], True)])
+def test_three_within_a_thousand(saved, stays):
+    parts = StickyParts()
+    told = [parts.save('head', iteration) for iteration in saved]
+    assert (parts.names == ['head']) is stays
+    assert sum(told) == int(stays) and told[-1] is stays
+
+
+def test_each_part_counts_for_itself():
+    parts = StickyParts(['neck'])
+    for iteration in range(2):
+        parts.save('a', iteration)
+        parts.save('b', iteration)
+    assert parts.names == ['neck']
+    assert parts.save('b', 2) and parts.names == ['neck', 'b']
+    # What stays is not told again.
+    assert not parts.save('b', 3) and not parts.save('neck', 4)
+
+
+def test_a_round_trip_in_plain_numbers():
+    parts = StickyParts(['neck'])
+    for iteration in (7, 8):
+        parts.save('roi_head.bbox_head.1', iteration)
+    state = parts.state_dict()
+    assert state == {
+        'nanfix_fp32/neck': 1,
+        'nanfix_fp32_saved/0/roi_head.bbox_head.1': 7,
+        'nanfix_fp32_saved/1/roi_head.bbox_head.1': 8}
+    again = StickyParts()
+    again.load_state_dict({'scale': 4., 'nanfix_saved': 3, **state})
+    assert again.state_dict() == state
+    assert again.save('roi_head.bbox_head.1', 9)
+    # A checkpoint from before the package knows nothing.
+    fresh = StickyParts()
+    fresh.load_state_dict({})
+    assert fresh.names == [] and fresh.state_dict() == {}
