@@ -39,6 +39,8 @@ class Ground:
             where there was none before to compare it with.
         normaliser: The model's data preprocessor, or None.
         alone: Whether this is the only process.
+        together: Else, whether all can make the same replay at more
+            precision.
         can_step: Whether a step can be tried again at once.
     """
 
@@ -51,6 +53,7 @@ class Ground:
     sane: Callable[[float], Optional[bool]] = lambda norm: None
     normaliser: Optional[Any] = None
     alone: bool = True
+    together: bool = False
     can_step: bool = False
 
 
@@ -68,10 +71,9 @@ def inquire(images: Images, last_good: Optional[Images],
         found: Is filled in on the way.
 
     Yields:
-        Replays to make, one to ten. Several processes make the unmodified
-        one, and where gradients alone are bad one at a lower loss scale:
-        another batch or precision may raise in one of them and leave the
-        others waiting.
+        Replays to make, one to ten. Several processes make the same ones,
+        and none with another batch, which may raise in one of them and
+        leave the others waiting.
 
     Returns:
         The findings, ``replays`` among them.
@@ -90,8 +92,9 @@ def inquire(images: Images, last_good: Optional[Images],
                          ground.alone).go()
     if ground.alone and not trying.settled:
         yield from trying.pixels()
+    if (ground.alone or ground.together) and not trying.settled:
         yield from trying.precisions()
-    if ground.alone and not trying.saves and any(
+    if (ground.alone or ground.together) and not trying.saves and any(
             replay.gone for replay in found.replays.values()):
         # What was seen to help has helped, if it still comes without.
         yield from trying.again()
@@ -191,7 +194,8 @@ class _Trying:
     def scales(self) -> Asked:
         """One term of the loss lowered; all of it lowered."""
         found, ground = self._found, self._ground
-        if ground.alone and (yield from self._lowered_term()):
+        if (ground.alone or ground.together) and (
+                yield from self._lowered_term()):
             return
         if not ground.half or ground.scale <= ground.lowest:
             return

@@ -61,6 +61,13 @@ def _ranks_with(flag: bool) -> List[int]:
     return [rank for rank, up in enumerate(flags) if up.item()]
 
 
+def _shared(value: Any, source: int) -> Any:
+    """A plain value of one rank, on all; a collective, after failures."""
+    box = [value]
+    dist.broadcast_object_list(box, source)
+    return box[0]
+
+
 def _holds(model: nn.Module, *names: str) -> bool:
     """Whether a module of a model is of a class, or below one, so named."""
     return any(base.__name__ in names for module in model.modules()
@@ -157,7 +164,8 @@ class Guarded(OptimWrapper):
             [sys.modules[name] for name in ('mmcv._ext', )
              if name in sys.modules], widening.at, half,
             self._regions(), 1 / self._accumulative_counts,
-            Retries(self, self._whole) if half else None, self._null_clip)
+            Retries(self, self._whole) if half else None, self._null_clip,
+            None if alone else _shared)
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
             rank=dist.get_rank(), agree=None if alone else _ranks_with,

@@ -110,7 +110,9 @@ def _hands_itself_on(method: Any) -> bool:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    # Of shards the parameters are elsewhere; torch's layers can make new.
+    return next(module.parameters(), None) is not None or any(
+        hasattr(part, 'reset_parameters') for part in module.modules())
 
 
 def loss_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .advice import Known, advise
 from .buffers import WatchedBuffers
-from .causes import TITLES, Facts, Reading, verdict
+from .causes import TITLES, Facts, Reading, Replay, verdict
 from .evidence import first_look, origin_of, refined, where_raised
 from .experiments import Ground
 from .finite import Anchor, bad_tensors
@@ -33,7 +33,7 @@ from .policy import LossScale
 from .records import Cause, HeadState, Incident, LossScaleChange, Where
 from .replay import Forward, Host
 from .search import Findings
-from .transaction import Transaction
+from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
 
 __all__ = ['Evidence', 'Inquiry', 'MicroStep']
@@ -218,6 +218,7 @@ class Inquiry:
             lowest=min(rules.min_scale, scale) if rules.enabled else scale,
             backoff=rules.backoff_factor, part=self._part_of,
             sane=self.history.sane, alone=self._agree is None,
+            together=self._all_have_room(),
             normaliser=getattr(self._model, 'data_preprocessor', None),
             can_step=can_step)
         return self._locator.find(
@@ -226,6 +227,12 @@ class Inquiry:
             self._agree, raised=item.raised.error.partition(':')[0]
             if item is not None and item.raised else None, meant=self._meant,
             ground=ground)
+
+    def _all_have_room(self) -> bool:
+        """Whether all of several processes can compute in fp32."""
+        if self._agree is None or self._host.broadcast is None:
+            return False
+        return not self._agree(not has_room(cuda_devices(self._model), 2.))
 
     def _part_of(self, record: Record) -> Optional[str]:
         module = record.site.module
@@ -313,9 +320,14 @@ class Inquiry:
         blamed = [image['annotation'] for image in found.images or (
             [bad.to_image() for bad in evidence.raised.bad]
             if evidence.raised else []) if image['annotation']]
+        replays = dict(found.replays)
+        if evidence.raised is not None and evidence.raised.bad:
+            # The trial of the exception was one as well.
+            replays.setdefault('annotation repaired', Replay(True, (
+                'the forward does not raise with what is bad repaired')))
         return Facts(
             failed=found.failed, phase=where.phase, given=given,
-            by_step=where.phase == 'step', replays=found.replays,
+            by_step=where.phase == 'step', replays=replays,
             label=bool(blamed) and blamed[0]['what'].startswith('label'),
             readings=readings)
 

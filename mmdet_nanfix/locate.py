@@ -1,6 +1,6 @@
 """Makes the replays that a search for an origin asks for."""
 import copy
-from typing import Callable, Collection, Dict, List, Optional
+from typing import Callable, Collection, Dict, List, Optional, Tuple
 
 from torch import nn
 
@@ -92,6 +92,7 @@ class Locator:
     def __init__(self, model: nn.Module, transaction: Transaction,
                  host: Host) -> None:
         self._model = model
+        self._host = host
         self._replays = Replays(model, transaction, host)
 
     def find(self, forward: Optional[Forward], good: Optional[KeptBatch],
@@ -150,9 +151,10 @@ class Locator:
                meant: Collection[str]) -> None:
         for _ in range(MOST):
             wanted = steps.request is not None
-            if not (agree(wanted) if agree else wanted):
+            ranks = agree(wanted) if agree else [0] * wanted
+            if not ranks:
                 return
-            asked = steps.request or Request()
+            asked, mine = self._together(steps.request, ranks[0])
             try:
                 outcome = self._make(asked, steps.images, forward, scale,
                                      buffers, agree is not None, meant)
@@ -160,7 +162,25 @@ class Locator:
                 # No replay is worth a training, least of all the memory.
                 outcome = Outcome(error='ran out of memory' if (
                     is_out_of_memory(error)) else f'raised {said(error)}')
-            steps.take(outcome)
+            if mine:
+                steps.take(outcome)
+
+    def _together(self, request: Optional[Request], first: int
+                  ) -> Tuple[Request, bool]:
+        """The replay that all processes make, that of the first that asks.
+
+        Returns:
+            It, and whether it is what this process asks for. What is not
+            comes in another round.
+        """
+        share = self._host.broadcast
+        if share is None:
+            return request or Request(), True
+        own = request.shared() if request is not None else None
+        shared = share(own, first)
+        if request is not None and own == shared:
+            return request, True
+        return Request(**shared), False
 
     def _make(self, asked: Request, images: Images, forward: Forward,
               scale: float, buffers: WatchedBuffers, backward: bool,

@@ -105,6 +105,11 @@ class Request:
     normalised: Optional[Tuple[List[float], List[float]]] = None
     gauge: bool = False
 
+    def shared(self) -> Dict[str, Any]:
+        """What is the same in all processes: no batch, no origins."""
+        return {'until': self.until, 'scale': self.scale, 'fp32': self.fp32,
+                'factors': dict(self.factors), 'gauge': self.gauge}
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -181,6 +186,8 @@ class Host:
         share: Of a loss in its optimizer step.
         retries: Makes a step again that is to count, or None.
         null_clip: Whether the config says ``clip_grad=None``.
+        broadcast: Gives all processes a plain value of one of them; None
+            where there is one, or no way to.
     """
 
     train_step: Optional[Callable[[Any, OnLoss], None]] = None
@@ -194,6 +201,7 @@ class Host:
     share: float = 1.
     retries: Optional['Retries'] = None
     null_clip: bool = False
+    broadcast: Optional[Callable[[Any, int], Any]] = None
 
 
 class Replays:

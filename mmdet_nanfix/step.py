@@ -276,7 +276,7 @@ class GuardedStep:
         found = self._inquiry.find(evidence, before, self._sharded, can_step)
         where = self._inquiry.where(evidence, found)
         cause = self._inquiry.cause(where, evidence, found)
-        remedy = self._remedy(cause, evidence, found, can_step)
+        remedy = self._remedy(cause, found, can_step)
         rescued, logged = self._rescue(window, remedy)
         after = self._rescale(evidence, cause, found, rescued)
         stop = self.stop.update(skipped=rescued is None,
@@ -304,36 +304,40 @@ class GuardedStep:
             and micro.forward.batch.can_be_had for micro in window)
         return not self._agree(not here) if self._agree else here
 
-    def _remedy(self, cause: Optional[Cause], evidence: Evidence,
-                found: Findings, can_step: bool) -> Optional[Remedy]:
+    def _remedy(self, cause: Optional[Cause], found: Findings,
+                can_step: bool) -> Optional[Remedy]:
         """What the step is made again with, or None to skip it."""
         remedy = choose(cause, found, self.history.sane) if can_step else None
         if self._agree is not None:
-            remedy = self._agreed(evidence, found, can_step)
+            remedy = self._agreed(remedy, found)
         if remedy is None:
             return None
         room = has_room(cuda_devices(self.model), 2. if remedy.fp32 else 1.)
         cannot = self._agree(not room) if self._agree else not room
         return None if cannot else remedy
 
-    def _agreed(self, evidence: Evidence, found: Findings,
-                can_step: bool) -> Optional[Remedy]:
-        """The loss scale that fits all ranks.
+    def _agreed(self, own: Optional[Remedy], found: Findings
+                ) -> Optional[Remedy]:
+        """The remedy of all ranks, or None.
 
-        Nothing else: another precision may raise in one of them.
+        Those where it began must know one, of the same parts in fp32; the
+        lowest scale fits all.
         """
         agree: Any = self._agree
-        failed = found.failed == 'grads'
-        refused = evidence.loss_bad or found.failed not in (
-            'grads', None) or failed and (
-                found.fits is None or found.norm is None
-                or self.history.sane(found.norm) is not True)
-        if agree(refused or not can_step) or not agree(failed):
+        failed = found.failed is not None and found.replay is None
+        ranks = agree(failed)
+        if not ranks or agree(failed and own is None):
             return None
-        scale = self.scale.scale
-        while agree(failed and scale > (found.fits or 0.)):
+        share = self._host.broadcast
+        action, fp32 = share((own.action, own.fp32) if own else None,
+                             ranks[0]) if share else ('retried', ())
+        if agree(failed and own is not None and own.fp32 != tuple(fp32)):
+            return None
+        wanted = own.scale if failed and own else None
+        scale = before = self.scale.scale
+        while agree(wanted is not None and scale > wanted):
             scale *= self.scale.settings.backoff_factor
-        return Remedy('retried', scale)
+        return Remedy(action, scale if scale < before else None, tuple(fp32))
 
     def _rescue(self, window: List[MicroStep], remedy: Optional[Remedy]
                 ) -> Tuple[Optional[Remedy], Any]:

@@ -187,6 +187,37 @@ def case_retry(rank, out):
     return seen
 
 
+def case_hot(rank, out):
+    """A head that leaves half's range, for the batch of one rank."""
+    from test_remedies import make_hot
+    seen = {}
+    for who in (0, 1, None):
+        model, wrapper = build(True, loss_scale=dict(init_scale=64.))
+        for group in wrapper.optimizer.param_groups:
+            group['lr'] = 1e-12
+        wrapper.initialize_count_status(model, 0, 9)
+        incidents = []
+        wrapper._journal.tell = incidents.append
+        wrapper._guard.history._largest_before = 1e9
+        step(model, wrapper, toy_batch())
+        make_hot(model.module.roi_head.bbox_head)
+        before = copy.deepcopy(model.state_dict())
+        for _ in range(4):
+            batch = toy_batch()
+            batch['inputs']['skip'] = who not in (None, rank)
+            step(model, wrapper, batch)
+        seen[str(who)] = {
+            'actions': [incident.action for incident in incidents],
+            'codes': [incident.cause.code if incident.cause else None
+                      for incident in incidents],
+            'ranks': [incident.ranks for incident in incidents],
+            'sticky': list(wrapper._sticky.names),
+            'equal': everywhere(model), 'said': said(wrapper),
+            'moved': any(not torch.equal(before[name], value)
+                         for name, value in model.state_dict().items())}
+    return seen
+
+
 def case_stop(rank, out):
     """All ranks stop together."""
     model, wrapper = build(nanfix=dict(max_consecutive=2))

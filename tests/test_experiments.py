@@ -296,6 +296,17 @@ def test_with_others_only_the_scale_is_tried():
     assert not requests and shown(found) == {'first': False}
 
 
+def test_others_that_can_be_asked_try_more_precision():
+    settings = {**HALF, 'alone': False, 'together': True}
+    made = batch(2)
+    boxes(made, 1).zero_()
+    found, requests = walk(helped_by('head'), failing('loss'), made,
+                           **settings)
+    assert shown(found) == {'first': False, 'part in fp32': True,
+                            'again': False}
+    assert all(request.batch is None for request in requests)
+
+
 def test_a_replay_that_cannot_be_made_shows_nothing():
     found, _ = walk(lambda request: Outcome(error='ran out of memory'),
                     failing('loss'), **HALF)

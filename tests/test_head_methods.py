@@ -153,3 +153,11 @@ def test_the_losses_of_mmdets_heads():
     assert not takes_predictions(dense)
     assert not runs_layers(dense, 'get_targets')
     assert not takes_predictions(losses.L1Loss())
+
+
+def test_layers_whose_parameters_are_elsewhere():
+    """As those of shards are."""
+    head = Head()
+    head.layer._parameters.clear()
+    assert runs_layers(head, 'get_targets')
+    assert not runs_layers(head, 'loss')

@@ -10,6 +10,7 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from stock import stock_on_cpu
+from test_remedies import make_hot
 from torch.utils.data import Dataset
 
 import mmdet_nanfix
@@ -562,3 +563,30 @@ def test_settings_of_the_wrapper_stay_where_the_hook_has_none(tmp_path,
                     nanfix=dict(max_consecutive=3),
                     hooks=[dict(type='NanGuardHook', init_scale=128.)])
     assert runner.optim_wrapper._stop.max_consecutive == 3
+
+
+class Heat(Hook):
+    """After the first step a head leaves half's range."""
+
+    def after_train_iter(self, runner, *args, **kwargs):
+        if runner.iter == 0:
+            make_hot(runner.model.rpn_head)
+            # Its gradients are long, but that is not the point here.
+            runner.optim_wrapper._guard.history._largest_before = 1e9
+
+
+def test_the_losses_of_a_step_that_was_made_again_are_printed(tmp_path):
+    """Hooks see those, averages go on, and nothing stops the run."""
+    runner, pages = run(
+        tmp_path, Batches(), batches=5, hooks=[
+            Heat(), dict(type='mmdet.CheckInvalidLossHook', interval=1),
+            EMA], optimizer=dict(type='SGD', lr=1e-12))
+    assert runner.optim_wrapper._stop.saved == 3
+    assert runner.optim_wrapper._stop.total == 0
+    history, _ = runner.message_hub.log_scalars['train/loss_first'].data
+    assert len(history) == 5 and all(map(math.isfinite, history))
+    (hook, ) = [hook for hook in runner.hooks if hasattr(hook, 'ema_model')]
+    assert hook.ema_model.steps == 5
+    assert [page for page in pages if any(
+        not torch.isfinite(value).all() for key, value in page.items()
+        if value.is_floating_point())] == []

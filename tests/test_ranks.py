@@ -81,6 +81,18 @@ def test_all_ranks_retry_at_one_scale(together):
                 seen['said']['nanfix_saved']) == (0, 1), name
 
 
+def test_all_ranks_save_a_head_in_fp32(together):
+    first, second = together('hot')
+    for name in first:
+        codes = [seen.pop('codes') for seen in (first[name], second[name])]
+        seen = first[name]
+        assert seen == second[name]
+        assert seen['actions'] == ['rescued_fp32_head'] * 3, name
+        assert seen['sticky'] == ['roi_head.bbox_head'] and seen['equal'], name
+        # Who it began with knows why.
+        assert 'NF103' in codes[0] + codes[1], name
+
+
 def test_all_ranks_stop_together(together):
     first, second = together('stop')
     assert first == second == dict(stopped=2, ranks=[1])

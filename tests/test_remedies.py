@@ -197,9 +197,8 @@ def test_a_corrupt_batch_of_a_detector_is_skipped():
     assert not wrapper.skipped and not same(before, weights(model))
 
 
-def make_hot(model, factor=2.**20):
+def make_hot(head, factor=2.**20):
     """A head whose hidden layer leaves half's range, and nothing else."""
-    head = model.rpn_head
     with torch.no_grad():
         head.hidden.bias.add_(1.)
         head.hidden.weight.mul_(factor)
@@ -219,7 +218,7 @@ def hot(nanfix=None, steps=1, **settings):
     wrapper._journal.tell = incidents.append
     wrapper._guard.history._largest_before = 1e9
     train(model, wrapper, toy_batch())
-    make_hot(model)
+    make_hot(model.rpn_head)
     train(model, wrapper, *[toy_batch()] * steps)
     return model, wrapper, incidents
 
@@ -240,7 +239,7 @@ def test_a_head_is_saved_in_fp32_and_stays_so_after_three(said):
                for value in state['loss_scaler'].values())
     torch.manual_seed(0)
     again = ToyDetector()
-    make_hot(again)
+    make_hot(again.rpn_head)
     resumed = wrap(again, optimizer=dict(type='SGD', lr=1e-12))
     resumed.load_state_dict(state)
     train(again, resumed, *[toy_batch()] * 2)
@@ -299,7 +298,7 @@ def test_a_rescue_that_fails_leaves_a_skipped_step(how, monkeypatch):
     wrapper._journal.tell = incidents.append
     wrapper._guard.history._largest_before = 1e9
     train(model, wrapper, toy_batch())
-    make_hot(model)
+    make_hot(model.rpn_head)
     before = copy.deepcopy(model.state_dict())
     train(model, wrapper, toy_batch())
     (incident, ) = incidents
@@ -316,7 +315,7 @@ def test_nothing_is_saved_before_a_step_was_accepted():
     torch.manual_seed(0)
     MessageHub._instance_dict.clear()
     model = ToyDetector()
-    make_hot(model)
+    make_hot(model.rpn_head)
     wrapper = wrap(model)
     train(model, wrapper, toy_batch())
     assert wrapper.skipped and wrapper._stop.saved == 0
