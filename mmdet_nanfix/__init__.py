@@ -36,6 +36,7 @@ tensors               torch
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
 ``widening``          what is computed in fp32 right now
+``fp32_parts``        parts of a model that run in fp32 as a whole
 ``regions``           methods of a model that run in fp32
 ``head_methods``      which these are
 ``loss_formulas``     losses that are finite where the host's are not

@@ -15,6 +15,7 @@ from .wording import short_source
 __all__ = ['Known', 'advise', 'as_config']
 
 Advice = Tuple[List[str], Dict[str, Any]]
+Place = Tuple[str, Mapping[str, Any]]
 
 _SCALE_IS_INNOCENT = ('The loss is bad before it is multiplied by the loss '
                       'scale: a lower one does not help.')
@@ -34,7 +35,7 @@ class Known:
         half: Whether the run is in half precision.
         scale: Loss scale of the step.
         start: Loss scale that the run started with.
-        norm: Largest gradient norm of the last accepted steps, or None.
+        norm: Usual gradient norm of the last accepted steps, or None.
         rate: Learning rate.
         safe_rate: One whose step is a hundredth of the weights, or None.
         update_is_bad: Whether the last step was longer than half of the
@@ -47,9 +48,11 @@ class Known:
         term_weight: Its ``loss_weight``, or None.
         loss: Path of the loss module where it began, or None.
         loss_type: Its class.
-        null_clip: Whether the config says ``clip_grad=None``, which no dict
-            can be merged with.
-        path: Gives the place of a module in the config, or None.
+        clips_anew: Whether a ``clip_grad`` cannot be merged with that of the
+            config.
+        by_hook: Whether settings are those of the hook.
+        place: Gives for the path of a module its place in the config, and
+            what must stand there besides; or None.
     """
 
     found: Any
@@ -69,8 +72,9 @@ class Known:
     term_weight: Optional[float] = None
     loss: Optional[str] = None
     loss_type: Optional[str] = None
-    null_clip: bool = False
-    path: Callable[[str], Optional[str]] = lambda name: name
+    clips_anew: bool = False
+    by_hook: bool = False
+    place: Callable[[str], Optional[Place]] = lambda name: (name, {})
 
     @property
     def forward_is_bad(self) -> bool:
@@ -93,11 +97,24 @@ def advise(code: str, known: Known) -> Tuple[str, Optional[str]]:
         Words, and Python for a config file, or None.
     """
     words, changes = _BY_CODE[code](known)
+    if known.by_hook:
+        changes = _to_hook(changes)
     if known.forward_is_bad and known.half and code != 'NF101':
         words = [*words, _SCALE_IS_INNOCENT]
         if code in ('NF102', 'NF103', 'NF107'):
             words.append(_EPS_IS_INNOCENT)
     return ' '.join(words), as_config(changes) if changes else None
+
+
+def _to_hook(changes: Dict[str, Any]) -> Dict[str, Any]:
+    """The same with settings where the hook has them, whose win."""
+    wrapper = dict(changes.get('optim_wrapper', {}))
+    settings = wrapper.pop('nanfix', None)
+    if settings is None:
+        return changes
+    changes = {**changes, 'optim_wrapper': wrapper, 'default_hooks': {
+        'nanfix': {'type': 'NanGuardHook', **settings}}}
+    return {key: value for key, value in changes.items() if value}
 
 
 def as_config(changes: Mapping[str, Any]) -> str:
@@ -186,7 +203,7 @@ def _bounded(known: Known, words: List[str],
 
 def _clip(known: Known, bound: float) -> Dict[str, Any]:
     """A clipping for the config, whatever is there."""
-    anew = {'_delete_': True} if known.null_clip else {}
+    anew = {'_delete_': True} if known.clips_anew else {}
     return {**anew, 'max_norm': bound, 'norm_type': 2}
 
 
@@ -252,10 +269,10 @@ def _full(known: Known) -> Advice:
     if known.proven('losses mended') and known.loss and known.loss_type:
         words.append('The fp32 form of this loss has a formula that is '
                      'finite there.')
-        place = known.path(known.loss)
+        place = known.place(known.loss)
         if place is not None:
             return words, {'model': _nested(
-                place, {'type': f'Fp32{known.loss_type}'})}
+                place[0], {**place[1], 'type': f'Fp32{known.loss_type}'})}
         return words, {}
     words.append(_HINTS.get(where.op or '', 'Look at what goes into it: a '
                             'zero, a negative or a huge number.'))
@@ -316,11 +333,11 @@ def _dominant(known: Known, key: str, factor: float) -> Advice:
         return [*words, f'Lower its weight by {factor:g}.'], {}
     words.append(f'{known.term}.loss_weight is {weight:g}; with '
                  f'{weight * factor:g} the step is finite.')
-    place = known.path(known.term)
+    place = known.place(known.term)
     if place is None or not known.proven('term lowered'):
         return words, {}
-    return words, {'model': _nested(place, {
-        'loss_weight': float(f'{weight * factor:.6g}')})}
+    return words, {'model': _nested(place[0], {
+        **place[1], 'loss_weight': float(f'{weight * factor:.6g}')})}
 
 
 def _weights(known: Known) -> Advice:

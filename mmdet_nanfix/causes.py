@@ -9,8 +9,8 @@ of one of these replays it is another verdict.
 import dataclasses
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
-__all__ = ['DOMINANT', 'GROWTH', 'SHARE', 'TITLES', 'Facts', 'Replay',
-           'Reading', 'verdict']
+__all__ = ['DOMINANT', 'Facts', 'GROWTH', 'Reading', 'Replay', 'SHARE',
+           'TITLES', 'verdict']
 
 #: Code and title of every cause; codes are never used again.
 TITLES = {
@@ -32,7 +32,8 @@ TITLES = {
 GROWTH = 10.
 #: Length of the last update against that of all weights.
 SHARE = 0.5
-#: Value of one loss term against all others together.
+#: Value of one loss term against all others together, and the least that
+#: is blamed: every loss of about 1 is one to train with.
 DOMINANT = 1000.
 
 
@@ -169,10 +170,18 @@ def _term(facts: Facts) -> Optional[Sequence[str]]:
     return _when(facts.gone('term lowered'), 'term lowered')
 
 
+def _thrown(facts: Facts) -> Optional[Sequence[str]]:
+    """The last step had thrown the weights away."""
+    return _when(facts.bad('update') and facts.failed is not None, 'first',
+                 'update')
+
+
 def _diverged(facts: Facts) -> Optional[Sequence[str]]:
-    """The run had left its way before this step."""
-    names = [name for name in ('update', 'growth') if facts.bad(name)]
-    return _when(bool(names) and facts.failed is not None, 'first', *names)
+    """The run had left its way, and no replay has given a usual gradient."""
+    usual = 'norm' in facts.readings and not facts.bad('norm')
+    return _when(facts.bad('growth') and facts.failed is not None
+                 and not usual, 'first', 'growth',
+                 *['norm'] * facts.bad('norm'))
 
 
 def _exploding(facts: Facts) -> Optional[Sequence[str]]:
@@ -217,6 +226,7 @@ _RULES: Tuple[Tuple[str, Rule], ...] = (
     ('NF104', _annotation),
     ('NF105', _pixels),
     ('NF108', _term),
+    ('NF108', _thrown),
     ('NF108', _diverged),
     ('NF108', _exploding),
     ('NF101', _scale),

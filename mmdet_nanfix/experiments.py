@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, Callable, Dict, Generator, Optional, Tuple
 
 from .batches import Images
-from .causes import DOMINANT, Replay
+from .causes import DOMINANT, GROWTH, Replay
 from .finite import is_finite
 from .origins import Record
 from .replay import Outcome, Request
@@ -37,6 +37,7 @@ class Ground:
         part: Gives the part of the model where an operation was.
         sane: Whether an unscaled gradient norm is one to step on; None
             where there was none before to compare it with.
+        usual: A loss in the steps before, by key, or None.
         normaliser: The model's data preprocessor, or None.
         alone: Whether this is the only process.
         together: Else, whether all can make the same replay at more
@@ -51,6 +52,7 @@ class Ground:
     backoff: float = 0.5
     part: Callable[[Record], Optional[str]] = lambda record: None
     sane: Callable[[float], Optional[bool]] = lambda norm: None
+    usual: Callable[[str], Optional[float]] = lambda key: None
     normaliser: Optional[Any] = None
     alone: bool = True
     together: bool = False
@@ -213,9 +215,9 @@ class _Trying:
             # Else the step itself shows it.
             outcome = yield Request(scale=found.fits)
             if outcome.failed is not None or outcome.error is not None:
-                found.fits = max(found.fits * ground.backoff, low)
-                words = (f'at loss scale {low:g} it does not come (at '
-                         f'{found.fits / ground.backoff:g} it does)')
+                words = (f'at loss scale {low:g} it does not come, at '
+                         f'{found.fits:g} it does')
+                found.fits = low
         found.replays['lower scale'] = Replay(True, (
             f'{words}; the gradient norm is {found.norm:.3g}, unscaled'))
 
@@ -229,7 +231,11 @@ class _Trying:
             return False
         key = max(values, key=lambda name: values[name])
         others = sum(values.values()) - values[key]
-        if values[key] < DOMINANT * others or others == 0:
+        if values[key] < DOMINANT * max(others, 1.):
+            return False
+        usual = self._ground.usual(key)
+        if others == 0 or usual is not None and values[key] < GROWTH * usual:
+            # With this one the run has gone on well so far.
             return False
         factor = 10. ** -len(str(int(values[key] / others)))
         helped = yield from self._try(

@@ -209,9 +209,10 @@ def norm_of(tensors: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
 
 
 class FillGauge(TorchDispatchMode):
-    """Region in which the largest half number that is computed is noted.
+    """Region of a backward in which the largest half number is noted.
 
-    Two calls an operation with a half result.
+    That of gradients: what a checkpointed forward computes again, with
+    gradients enabled, is none. Two calls an operation with a half result.
 
     Attributes:
         filled: That number as a share of the largest of its dtype; one read
@@ -226,7 +227,7 @@ class FillGauge(TorchDispatchMode):
                            args: Tuple[Any, ...] = (),
                            kwargs: Optional[Dict[str, Any]] = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
+        for value in () if torch.is_grad_enabled() else tree_leaves(out):
             if isinstance(value, Tensor) and value.dtype in (
                     torch.float16, torch.bfloat16) and can_be_checked(value):
                 place = value.dtype, value.device

@@ -30,7 +30,7 @@ from .picture import Picture, Undo
 from .policy import LossScale, StopRule
 from .precision import not_compiled
 from .records import NonFiniteError
-from .replay import Host
+from .replay import Configured, Host
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts
@@ -101,8 +101,8 @@ class Guarded(OptimWrapper):
     _whole: Optional[nn.Module] = None
     _loaded: Dict[str, Any] = {}
     _stock = False
-    # Whether the config says ``clip_grad=None``.
-    _null_clip = False
+    #: What a config says; a hook tells.
+    configured = Configured()
     _look_first = False
     _alone = True
 
@@ -158,13 +158,14 @@ class Guarded(OptimWrapper):
         self._alone = alone
         widening = self._widening = Widening(
             model, self._regions(), device_of(self.optimizer), self._sticky)
+        self._forget_parts()
         half = self._is_half()
         host = Host(
             self._train_again, self._replayed, self._switched,
             [sys.modules[name] for name in ('mmcv._ext', )
              if name in sys.modules], widening.at, half,
-            self._regions(), 1 / self._accumulative_counts,
-            Retries(self, self._whole) if half else None, self._null_clip,
+            self._regions(), lambda: self._inner_count,
+            Retries(self, self._whole) if half else None, self.configured,
             None if alone else _shared)
         self._guard = GuardedStep(
             model, self.optimizer, self._scale, self._stop, self._clock,
@@ -185,20 +186,32 @@ class Guarded(OptimWrapper):
                 + (', ...' if len(names) > 3 else ''))
         return self._guard
 
+    def _forget_parts(self) -> None:
+        """Drop what stays in fp32 by a checkpoint of another model."""
+        lost = self._widening.forget() if self._widening else []
+        if lost:
+            warn(f'the checkpoint has {", ".join(lost)} in fp32, which this '
+                 'model does not have: not any more')
+
     @contextlib.contextmanager
-    def _replayed(self) -> Iterator[None]:
-        """What a forward runs in, without the guard around it."""
+    def _replayed(self, taint: Callable[[Tensor], None] = lambda flag: None
+                  ) -> Iterator[None]:
+        """What a forward runs in, without the guard around it.
+
+        Args:
+            taint: Called where something was mended on the way.
+        """
         with self._autocast(), self._switched(), (
                 contextlib.nullcontext() if self._alone
-                else raisers.tainting(lambda flag: None)):
+                else raisers.tainting(taint)):
             yield
 
-    def _train_again(self, batch: Any,
-                     on_loss: Callable[..., None]) -> None:
+    def _train_again(self, batch: Any, on_loss: Callable[..., None],
+                     place: int) -> None:
         """The model's own training step, with nothing in it that steps."""
         model: Any = self._guard.model if self._guard else None
         # Of the class: an instance may hold a compiled one.
-        type(model).train_step(model, batch, StandIn(self, on_loss))
+        type(model).train_step(model, batch, StandIn(self, on_loss, place))
 
     def _hub_undo(self) -> Callable[[], Undo]:
         """Take back what a forward writes to the message hub.
@@ -431,6 +444,7 @@ class Guarded(OptimWrapper):
         stored = state_dict.pop('loss_scaler', {})
         self._stop.load_state_dict(stored)
         self._sticky.load_state_dict(stored)
+        self._forget_parts()
         self._loaded = stored
         if self._guard is not None:
             self._guard.history.load_state_dict(stored)

@@ -36,10 +36,9 @@ class History:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._losses: Deque[List[Tensor]] = deque(maxlen=_LENGTH)
+        self._losses: Deque[Dict[str, List[Tensor]]] = deque(maxlen=_LENGTH)
         self._norms: Deque[Any] = deque(maxlen=_LENGTH)
         self._rate = math.nan
-        self._largest_before = 0.
         self._weights = self._weight_norm()
 
     def measure(self) -> Optional[Tensor]:
@@ -57,8 +56,11 @@ class History:
             norm: Of its gradients before clipping: a float, a scalar, or
                 None.
         """
-        self._losses.append([term.detach() for terms in losses.values()
-                             for term in terms])
+        if losses:
+            self._losses.append({key: [
+                # A map of losses would be kept as a whole.
+                term.detach() if term.numel() == 1 else term.detach().mean()
+                for term in terms] for key, terms in losses.items()})
         if norm is not None:
             self._norms.append(norm)
         self._rate = self.learning_rate
@@ -77,13 +79,26 @@ class History:
         if not known:
             return []
         first = known[-1].device
-        return torch.stack([norm.detach().to(first, torch.float64)
-                            for norm in known]).tolist()
+        values = torch.stack([norm.detach().to(first, torch.float64)
+                              for norm in known]).tolist()
+        # Finite gradients may be too long for fp32: they are no measure.
+        return [value for value in values if math.isfinite(value)]
 
     @property
     def largest(self) -> Optional[float]:
         """The largest gradient norm of late; None where there was none."""
-        return max([*self.norms(), self._largest_before]) or None
+        return max(self.norms(), default=None)
+
+    @property
+    def usual(self) -> Optional[float]:
+        """Their median; None where there was none."""
+        norms = self.norms()
+        return statistics.median(norms) if norms else None
+
+    def usual_loss(self, key: str) -> Optional[float]:
+        """Median of a loss in the last steps; None for too few."""
+        values = [abs(value) for value in self._values(key)]
+        return statistics.median(values) if len(values) >= _LEAST else None
 
     def sane(self, norm: float) -> Optional[bool]:
         """Whether a gradient norm is one to step on.
@@ -170,21 +185,28 @@ class History:
             f'at the start they were {self._weights:.3g} long'))
 
     def _growth(self) -> Reading:
-        grown = {'total loss': self._totals(), 'gradient norm': self.norms()}
+        grown = {'total loss': self._values(), 'gradient norm': self.norms()}
         for name, values in grown.items():
             finite = [value for value in values if math.isfinite(value)]
             if len(finite) < _LEAST:
                 continue
             usual, last = statistics.median(finite[:-1]), finite[-1]
-            if last > GROWTH * usual:
+            # A loss may be below 0: then it is no length.
+            if usual > 0 and last > GROWTH * usual:
                 return Reading(True, (
                     f'the {name} went from {usual:.3g} to {last:.3g} within '
                     f'{len(finite)} accepted steps'))
         return Reading(False, 'losses and gradient norm had not grown')
 
-    def _totals(self) -> List[float]:
-        totals = [torch.stack([term.float().mean() for term in terms]).sum()
-                  for terms in self._losses if terms]
+    def _values(self, key: Optional[str] = None) -> List[float]:
+        """A loss in the last steps, or all together; one read."""
+        totals = []
+        for losses in self._losses:
+            terms = [term.float().reshape(()) for name, terms
+                     in losses.items() if key in (None, name)
+                     for term in terms]
+            if terms:
+                totals.append(torch.stack(terms).sum())
         return torch.stack(totals).tolist() if totals else []
 
     def safe_rate(self) -> Optional[float]:
@@ -204,6 +226,9 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load it; what is missing is 0: nothing is known."""
-        self._largest_before = float(state.get('nanfix_grad_norm', 0.))
         self._losses.clear()
         self._norms.clear()
+        known = float(state.get('nanfix_grad_norm', 0.))
+        if known > 0 and math.isfinite(known):
+            # One among the last: it is forgotten like them.
+            self._norms.append(known)

@@ -26,6 +26,7 @@ from .engine import (
 )
 from .finite import bad_tensors, can_be_checked
 from .journal import warn
+from .replay import Configured
 from .transaction import Averages
 
 __all__ = [
@@ -135,10 +136,17 @@ class NanGuardHook(Hook):
                 wrapper is self._adopted or is_off()):
             # Validation or test only, or after a training.
             return
+        was = type(wrapper)
         adopt(wrapper, self._settings)
         self._adopted = wrapper
-        given = runner.cfg.get('optim_wrapper') or {}
-        wrapper._null_clip = given.get('clip_grad', ()) is None
+        given = runner.cfg.get('optim_wrapper')
+        given = given if isinstance(given, dict) else {}
+        clip = given.get('clip_grad', {})
+        model = runner.cfg.get('model')
+        wrapper.configured = Configured(
+            clips_anew=clip is None or clip.get('type', 'norm') != 'norm',
+            by_hook=bool(self._settings) or was not in _GUARDED,
+            model=model if isinstance(model, dict) else None)
         for index, hook in enumerate(runner._hooks):
             if type(hook) is RuntimeInfoHook:
                 runner._hooks[index] = NanfixRuntimeInfoHook()

@@ -10,6 +10,7 @@ from typing import (
     Callable,
     Dict,
     List,
+    Mapping,
     Optional,
     Sequence,
     Set,
@@ -193,7 +194,8 @@ class Inquiry:
             return Findings(replay='there were too many before')
         self._left -= self._left > 0
         micro = evidence.micro
-        alike = [micro] if evidence.loss_bad or micro is None else (
+        # As all ranks see it: they replay as many.
+        alike = [micro] if evidence.flagged or micro is None else (
             evidence.window[::-1])
         first = None
         for item in alike[:_MOST_FORWARDS]:
@@ -217,7 +219,8 @@ class Inquiry:
             half=host.half, fp32=host.fp32, scale=scale,
             lowest=min(rules.min_scale, scale) if rules.enabled else scale,
             backoff=rules.backoff_factor, part=self._part_of,
-            sane=self.history.sane, alone=self._agree is None,
+            sane=self.history.sane, usual=self.history.usual_loss,
+            alone=self._agree is None,
             together=self._all_have_room(),
             normaliser=getattr(self._model, 'data_preprocessor', None),
             can_step=can_step)
@@ -342,6 +345,7 @@ class Inquiry:
 
     def _known(self, where: Where, facts: Facts, found: Findings) -> Known:
         model, half = self._model, self._host.half
+        config = self._host.config
         key = found.term[0] if found.term else ''
         term = self._loss_module(found, key)
         loss = where.module if where.module and _is_loss(
@@ -349,7 +353,7 @@ class Inquiry:
         return Known(
             found=found, where=where, half=half,
             scale=self._scale.scale, start=self._scale.settings.start()[0],
-            norm=self.history.largest, rate=self.history.learning_rate,
+            norm=self.history.usual, rate=self.history.learning_rate,
             safe_rate=self.history.safe_rate(),
             update_is_bad=facts.bad('update'), growth=facts.bad('growth'),
             eps=self._least_eps(), absurd=facts.bad('norm'),
@@ -357,8 +361,8 @@ class Inquiry:
             term_weight=_weight_of(model, term),
             loss=loss, loss_type=type(
                 model.get_submodule(loss)).__name__ if loss else None,
-            path=lambda name: _config_path(model, name),
-            null_clip=self._host.null_clip)
+            place=lambda name: _config_place(model, name, config.model),
+            clips_anew=config.clips_anew, by_hook=config.by_hook)
 
     def _least_eps(self) -> Optional[float]:
         known = [group['eps'] for group in self._optimizer.param_groups
@@ -414,39 +418,62 @@ def _weight_of(model: nn.Module, path: Optional[str]) -> Optional[float]:
     return float(weight) if isinstance(weight, (int, float)) else None
 
 
-def _config_path(model: nn.Module, path: str) -> Optional[str]:
+def _config_place(model: nn.Module, path: str,
+                  config: Optional[Mapping[str, Any]] = None
+                  ) -> Optional[Tuple[str, Mapping[str, Any]]]:
     """Where below ``model`` of a config a module is, or None.
 
     A list is replaced as a whole by a config: what is in one has no place
     of its own. Of the others the place is the argument that the parent was
     built with, which is not always called as the attribute is.
+
+    Args:
+        model: The model.
+        path: Of the module.
+        config: Of the model, where it is known.
+
+    Returns:
+        The place, and what must be written there besides a change: a
+        default, where the config says nothing.
     """
     place, parent = [], model
+    default: Any = {}
     for part in path.split('.'):
         if part in ('student', 'teacher') and parent is model:
             # Both are the detector of the config.
-            name: Optional[str] = 'detector'
+            name, default = 'detector', {}
         else:
-            name = _argument(type(parent), part)
-        if name is None:
-            return None
+            argument = _argument(type(parent), part)
+            if argument is None:
+                return None
+            name, default = argument.name, argument.default
         place.append(name)
         parent = parent.get_submodule(part)
-    return '.'.join(place)
+        if config is not None:
+            config = config.get(name, _NOTHING)
+            if not isinstance(config, Mapping):
+                return None
+    given = config is None or config is not _NOTHING
+    return '.'.join(place), {} if given or not isinstance(default, dict) \
+        else default
 
 
-def _argument(kind: type, attribute: str) -> Optional[str]:
+#: Stands for a key that a config does not have, and for what is below it.
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _argument(kind: type, attribute: str) -> Optional[inspect.Parameter]:
     """The argument of a class that an attribute is made from, or None."""
     known: Dict[str, inspect.Parameter] = {}
     for base in reversed(kind.__mro__):
         if '__init__' in vars(base) and base is not object:
             known.update(inspect.signature(base).parameters)
     if attribute in known:
-        return attribute
+        return known[attribute]
     losses = [name for name, argument in known.items()
               if name.startswith('loss_')
               and isinstance(argument.default, dict)]
-    return losses[0] if attribute == 'criterion' and (
+    return known[losses[0]] if attribute == 'criterion' and (
         len(losses) == 1) else None
 
 

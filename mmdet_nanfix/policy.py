@@ -205,12 +205,11 @@ class LossScale:
                 self._back_off()
         return self.scale
 
-    def fit(self, scale: float, stepped: bool) -> float:
+    def fit(self, scale: float) -> float:
         """Take in an overflow after which a scale was found that fits.
 
         Args:
             scale: The highest that was seen to fit.
-            stepped: Whether the step was then made with it.
 
         Returns:
             The scale of the next step: this one, once ``hysteresis``
@@ -221,8 +220,6 @@ class LossScale:
         self._back_off()
         if self.scale != before:
             self.scale = min(before, max(scale, self.settings.min_scale))
-        if stepped:
-            self.bad_steps = 0
         return self.scale
 
     def _interval(self) -> int:

@@ -58,11 +58,13 @@ from .head_methods import (
 )
 from .precision import WideSigmoid, not_compiled, widened, without_autocast
 
-__all__ = ['MARK', 'MODES', 'install', 'install_part', 'switched']
+__all__ = [
+    'MARK', 'MODES', 'SWITCH', 'enter', 'install', 'is_inside', 'switched',
+    'wrap'
+]
 
 #: Attribute of what is a region already.
 MARK = 'fp32_region_of_mmdet_nanfix'
-_PART_MARK = f'{MARK}_of_a_part'
 #: Values of the setting ``fp32``.
 MODES = ('heads', 'losses', None)
 
@@ -105,7 +107,8 @@ class _Place(threading.local):
 _PLACE = _Place()
 #: Of methods that compute a sigmoid in fp32.
 _CODES: Set[types.CodeType] = set()
-_SWITCH = _Switch()
+#: In force now.
+SWITCH = _Switch()
 
 
 @contextlib.contextmanager
@@ -120,23 +123,33 @@ def switched(mode: Optional[str], device: str,
         mode: ``'heads'`` for all, ``'losses'`` for the loss modules alone,
             None for none.
         device: Type of the device whose autocast is left.
-        parts: ``id`` of each module that runs in fp32 as a whole; see
-            :func:`install_part`.
+        parts: ``id`` of each module that runs in fp32 as a whole.
     """
-    before = _SWITCH.mode, _SWITCH.device, _SWITCH.parts
-    _SWITCH.mode, _SWITCH.device, _SWITCH.parts = mode, device, parts
+    before = SWITCH.mode, SWITCH.device, SWITCH.parts
+    SWITCH.mode, SWITCH.device, SWITCH.parts = mode, device, parts
     try:
         yield
     finally:
-        _SWITCH.mode, _SWITCH.device, _SWITCH.parts = before
+        SWITCH.mode, SWITCH.device, SWITCH.parts = before
+
+
+def is_inside() -> bool:
+    """Whether this thread is in a region: nothing is cast again."""
+    return _PLACE.inside
 
 
 @not_compiled
-def _enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call in a region: fp32 inputs, autocast off, nothing cast again."""
+def enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call in a region: fp32 inputs, autocast off, nothing cast again.
+
+    Args:
+        function: What to call.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
     _PLACE.inside = True
     try:
-        with without_autocast(_SWITCH.device):
+        with without_autocast(SWITCH.device):
             args, kwargs = widened((args, kwargs))
             return function(*args, **kwargs)
     finally:
@@ -148,9 +161,9 @@ def _in_fp32(original: Method) -> Method:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _PLACE.inside:
+        if SWITCH.mode != 'heads' or _PLACE.inside:
             return original(self, *args, **kwargs)
-        return _enter(functools.partial(original, self), args, kwargs)
+        return enter(functools.partial(original, self), args, kwargs)
 
     return call
 
@@ -161,11 +174,11 @@ def _loss(original: Method, mend: Mend) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode is None:
+        if SWITCH.mode is None:
             return original(self, *args, **kwargs)
         if _PLACE.inside:
             return mended(self, *args, **kwargs)
-        return _enter(functools.partial(mended, self), args, kwargs)
+        return enter(functools.partial(mended, self), args, kwargs)
 
     return forward
 
@@ -189,7 +202,7 @@ def _from_fp32(original: Method) -> Method:
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _PLACE.inside:
+        if SWITCH.mode != 'heads' or _PLACE.inside:
             return original(self, *args, **kwargs)
         args, kwargs = widened((args, kwargs))
         return original(self, *args, **kwargs)
@@ -202,13 +215,13 @@ def _rounded(original: Method) -> Method:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _PLACE.inside or (
+        if SWITCH.mode != 'heads' or _PLACE.inside or (
                 _layers_besides(self)):
             return original(self, *args, **kwargs)
         half = next(_halves([*args, *kwargs.values()]), None)
         if half is None:
             return original(self, *args, **kwargs)
-        out = _enter(functools.partial(original, self), args, kwargs)
+        out = enter(functools.partial(original, self), args, kwargs)
         return _narrowed(out, half)
 
     return forward
@@ -244,7 +257,7 @@ def _wide_sigmoid(original: Method) -> Method:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _PLACE.inside or _PLACE.wide:
+        if SWITCH.mode != 'heads' or _PLACE.inside or _PLACE.wide:
             return original(self, *args, **kwargs)
         return _enter_wide(functools.partial(original, self), args, kwargs)
 
@@ -259,18 +272,6 @@ def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return function(*args, **kwargs)
     finally:
         _PLACE.wide = False
-
-
-def _of_part(original: Method) -> Method:
-    """All in fp32, where the module is one that runs so as a whole."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _PLACE.inside or id(self) not in _SWITCH.parts:
-            return original(self, *args, **kwargs)
-        return _enter(functools.partial(original, self), args, kwargs)
-
-    return call
 
 
 def _is_region(function: Any, mark: str = MARK) -> bool:
@@ -288,9 +289,16 @@ def _marked(function: Method, mark: str = MARK) -> Method:
     return function
 
 
-def _wrap(kind: type, name: str, make: Callable[[Method], Method],
+def wrap(kind: type, name: str, make: Callable[[Method], Method],
           mark: str = MARK) -> None:
-    """Wrap a method in the class that defines it, once."""
+    """Wrap a method in the class that defines it, once.
+
+    Args:
+        kind: The class, or one below it.
+        name: Of the method.
+        make: Gives what to put in its place.
+        mark: Attribute of what was put so.
+    """
     for base in kind.__mro__:
         if name in base.__dict__:
             break
@@ -321,19 +329,19 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
         layers = getattr(module, 'roi_layers', None)
         if isinstance(layers, nn.ModuleList):
             for part in (module, *layers):
-                _wrap(type(part), 'forward', _rounded)
+                wrap(type(part), 'forward', _rounded)
     for module in loss_modules(model):
-        _wrap(type(module), 'forward', functools.partial(
+        wrap(type(module), 'forward', functools.partial(
             _loss, mend=mend_loss))
     for thing, is_called in plain_objects(model):
         kind = type(thing)
-        _wrap(kind, 'sample', _from_fp32)
+        wrap(kind, 'sample', _from_fp32)
         if reaches_a_network(thing):
             continue
         for name in (*_OBJECT_METHODS, *['__call__'] * is_called):
-            _wrap(kind, name, _in_fp32)
+            wrap(kind, name, _in_fp32)
         for name in dir(kind):
-            _wrap(kind, name, functools.partial(_exact, mend=mend_cost))
+            wrap(kind, name, functools.partial(_exact, mend=mend_cost))
     for base in {base for module in model.modules()
                  for base in type(module).__mro__}:
         for name in _FUNCTIONS:
@@ -344,12 +352,12 @@ def _wrap_head(module: nn.Module, may_lose: bool) -> None:
     """Wrap the methods of a module, where it is a head."""
     kind = type(module)
     for name in _HEAD_METHODS:
-        _wrap(kind, name, _in_fp32)
+        wrap(kind, name, _in_fp32)
     has_a_loss = may_lose and takes_predictions(module)
     if has_a_loss:
-        _wrap(kind, 'loss', _in_fp32)
+        wrap(kind, 'loss', _in_fp32)
     if not runs_layers(module, 'get_targets'):
-        _wrap(kind, 'get_targets', _in_fp32)
+        wrap(kind, 'get_targets', _in_fp32)
     methods = {name: names_in(kind, name) for name in dir(kind)
                if not name.startswith('__')}
     if has_a_loss or {'loss_by_feat', 'loss_and_target'} & set(
@@ -357,7 +365,7 @@ def _wrap_head(module: nn.Module, may_lose: bool) -> None:
                             for names in methods.values()):
         for name, names in methods.items():
             if {'sigmoid', 'expit'} & names:
-                _wrap(kind, name, _wide_sigmoid)
+                wrap(kind, name, _wide_sigmoid)
 
 
 def _wrap_function(module: Any, name: str) -> None:
@@ -370,38 +378,8 @@ def _wrap_function(module: Any, name: str) -> None:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _SWITCH.mode != 'heads' or _PLACE.inside:
+        if SWITCH.mode != 'heads' or _PLACE.inside:
             return function(*args, **kwargs)
-        return _enter(function, args, kwargs)
+        return enter(function, args, kwargs)
 
     setattr(module, name, _marked(wrapped))
-
-
-def install_part(part: nn.Module) -> FrozenSet[int]:
-    """Make ready that a part of a model can run in fp32 as a whole.
-
-    Whatever method of it, or of a module below it, is called from outside:
-    wrapped in the classes, but for those of torch and MMEngine, of which
-    ``forward`` alone is, where the part itself is one.
-
-    Args:
-        part: A head, a backbone, one loss.
-
-    Returns:
-        What :func:`switched` takes.
-    """
-    below = [module for module in part.modules()
-             if module is part or not _is_foreign(type(module))]
-    for module in below:
-        kind = type(module)
-        _wrap(kind, 'forward', _of_part, _PART_MARK)
-        for base in kind.__mro__:
-            for name in [] if _is_foreign(base) else list(vars(base)):
-                if not name.startswith('__'):
-                    _wrap(base, name, _of_part, _PART_MARK)
-    return frozenset(map(id, below))
-
-
-def _is_foreign(kind: type) -> bool:
-    return kind.__module__.partition('.')[0] in ('builtins', 'torch',
-                                                 'mmengine', 'abc')

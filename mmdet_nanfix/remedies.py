@@ -61,7 +61,7 @@ def choose(cause: Optional[Cause], found: Findings,
 
 def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
           transaction: Transaction, carry: Callable[[Tensor], Tensor],
-          sane: Sane) -> Tuple[Any, bool]:
+          sane: Sane) -> Tuple[Any, Optional[float]]:
     """Make the forwards and backwards of a window again.
 
     From the same batches, weights, buffers and random numbers. Nothing is
@@ -76,9 +76,9 @@ def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
         sane: Whether an unscaled gradient norm is one to step on.
 
     Returns:
-        What is logged of the last, and whether the gradients that are there
-        now, unscaled, are ones to step on. An exception, as for memory, is
-        an answer too.
+        What is logged of the last, and the norm of the gradients that are
+        there now, unscaled; None where they are none to step on. An
+        exception, as for memory, is an answer too.
     """
     retries: Any = host.retries
     logged = None
@@ -92,12 +92,12 @@ def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
                 batch = forward.batch.put_back()
                 logged = retries.run(batch, len(window) - index - 1, carry)
             if retries.found_inf():
-                return None, False
+                return None, None
             norm = retries.norm()
     except Exception:
         # No step is worth a training, least of all the memory.
-        return None, False
-    return logged, norm is not None and sane(norm) is True
+        return None, None
+    return logged, norm if norm is not None and sane(norm) is True else None
 
 
 def _forwards(window: Sequence[MicroStep]) -> List[Any]:

@@ -34,8 +34,8 @@ from .sites import Site, is_library
 from .transaction import Rng, Transaction
 
 __all__ = [
-    'Forward', 'Host', 'Outcome', 'Replays', 'Request', 'Retries',
-    'can_replay', 'is_out_of_memory', 'said'
+    'Configured', 'Forward', 'Host', 'Outcome', 'Replays', 'Request',
+    'Retries', 'can_replay', 'is_out_of_memory', 'said'
 ]
 
 OnLoss = Callable[..., None]
@@ -69,11 +69,13 @@ class Forward:
         rng: The generators.
         whole_step: Whether the batch is that of a ``train_step``, else it
             is the arguments of the forward.
+        place: Number of backwards before its own.
     """
 
     batch: KeptBatch
     rng: Rng
     whole_step: bool
+    place: int = 0
 
 
 @dataclasses.dataclass
@@ -144,6 +146,22 @@ class Outcome:
     losses: Dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class Configured:
+    """What a config says, as far as a change of it must know.
+
+    Attributes:
+        clips_anew: Whether it has a ``clip_grad`` that is no dict of a norm,
+            so that nothing can be merged with it.
+        by_hook: Whether settings are those of the ``NanGuardHook``.
+        model: The config of the model, or None where it is not known.
+    """
+
+    clips_anew: bool = False
+    by_hook: bool = False
+    model: Optional[Mapping[str, Any]] = None
+
+
 class Retries(Protocol):
     """Makes forwards and backwards again, with gradients that count."""
 
@@ -177,20 +195,21 @@ class Host:
     Attributes:
         train_step: Runs the model's own step on a batch, without an
             optimizer, and hands over the loss; None where there is none.
+            Its last argument is the place of the forward.
         forward: Region that a forward runs in.
         backward: Region that a backward runs in.
         foreign: Modules of compiled functions that torch does not dispatch.
         precision: Region of more precision, see :class:`Request`.
         half: Whether the run is in half precision.
         fp32: The setting of that name.
-        share: Of a loss in its optimizer step.
+        place: Number of backwards so far, when one begins.
         retries: Makes a step again that is to count, or None.
-        null_clip: Whether the config says ``clip_grad=None``.
+        config: What the run was configured with.
         broadcast: Gives all processes a plain value of one of them; None
             where there is one, or no way to.
     """
 
-    train_step: Optional[Callable[[Any, OnLoss], None]] = None
+    train_step: Optional[Callable[[Any, OnLoss, int], None]] = None
     forward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     backward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     foreign: Sequence[types.ModuleType] = ()
@@ -198,9 +217,10 @@ class Host:
         lambda fp32: contextlib.nullcontext())
     half: bool = False
     fp32: Optional[str] = None
-    share: float = 1.
+    place: Callable[[], int] = lambda: 0
     retries: Optional['Retries'] = None
-    null_clip: bool = False
+    config: 'Configured' = dataclasses.field(
+        default_factory=lambda: Configured())
     broadcast: Optional[Callable[[Any, int], Any]] = None
 
 
@@ -238,8 +258,7 @@ class Replays:
             The outcome; gradients are gone, all else is as before.
         """
         asked = asked or Request()
-        run = _Run(self._model, scale, buffers, probe, backward, asked,
-                   self._host.share)
+        run = _Run(self._model, scale, buffers, probe, backward, asked)
         try:
             self._transaction.begin()
             forward.rng.restore()
@@ -269,7 +288,7 @@ class Replays:
     def _call(self, forward: Forward, batch: Any, on_loss: OnLoss) -> None:
         host = self._host
         if forward.whole_step and host.train_step is not None:
-            host.train_step(batch, on_loss)
+            host.train_step(batch, on_loss, forward.place)
             return
         args = [batch[key] for key in batch if isinstance(key, int)]
         kwargs = {key: batch[key] for key in batch if isinstance(key, str)}
@@ -287,7 +306,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, scale: float,
                  buffers: Mapping[str, Tensor], probe: Optional[Provenance],
-                 backward: bool, asked: Request, share: float) -> None:
+                 backward: bool, asked: Request) -> None:
         self.outcome = Outcome()
         self._model = model
         self._scale = scale
@@ -296,7 +315,6 @@ class _Run:
         self._backward = backward
         self._until = asked.until
         self._asked = asked
-        self._share = share
         self._losses: Dict[str, List[Tensor]] = {}
 
     def drop_gradients(self) -> None:
@@ -359,9 +377,15 @@ class _Run:
 
     def _weighted(self, loss: Tensor) -> Tensor:
         """The loss with other weights of some of its terms."""
+        if not self._asked.factors:
+            return loss
+        total = sum(term.detach().mean() for terms in self._losses.values()
+                    for term in terms)
+        # A window divides it.
+        share = loss.detach() / total
         for key, factor in self._asked.factors.items():
             for term in self._losses.get(key, ()):
-                loss = loss - (1 - factor) * self._share * term.mean()
+                loss = loss - (1 - factor) * share * term.mean()
         return loss
 
     def _note_losses(self, probe: Provenance) -> None:

@@ -177,7 +177,8 @@ def _print_report(work_dir: str, logs: Sequence[str],
                 incidents, title=os.path.relpath(
                     path, os.path.abspath(work_dir))))
             for text in paragraphs(incidents):
-                console.print(Text(text))
+                # Filled already; a patch must stay as it is.
+                console.print(Text(text), soft_wrap=True)
                 console.print()
     if not logs:
         console.print(f'No incident log under {work_dir}: no protected run '

@@ -24,7 +24,7 @@ from .finite import is_finite
 from .origins import Record
 from .replay import Outcome, Place, Request
 
-__all__ = ['Blame', 'Findings', 'MOST', 'Search', 'is_gone', 'look', 'search']
+__all__ = ['Blame', 'Findings', 'MOST', 'is_gone', 'look', 'search']
 
 # Replays with another batch; each costs about a step.
 _MOST = 6
@@ -78,6 +78,7 @@ class Findings:
     normalised: Optional[Tuple[List[float], List[float]]] = None
 
 
+# What steps a search makes: replays are asked for, outcomes come back.
 Search = Generator[Request, Outcome, Findings]
 
 

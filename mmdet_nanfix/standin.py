@@ -1,6 +1,6 @@
 """What stands for an optimizer wrapper while a step is made once more."""
 import contextlib
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
@@ -15,35 +15,31 @@ class StandIn(OptimWrapper):
     Args:
         real: The wrapper.
         on_loss: Called with the loss of the step, unscaled.
-        inner_count: Backwards before this one, or None for as many as the
-            wrapper has seen.
+        inner_count: Backwards before this one, which tell the length of its
+            window.
     """
 
     def __init__(self, real: Any, on_loss: Callable[..., None],
-                 inner_count: Optional[int] = None) -> None:
+                 inner_count: int) -> None:
         self.__dict__.update(real.__dict__)
         self.__dict__.pop('step', None)
         self._real = real
         self._on_loss = on_loss
-        self._as_before = inner_count is not None
-        if inner_count is not None:
-            self._inner_count = inner_count
+        self._inner_count = inner_count
+        self._taints: List[Tensor] = []
 
     def optim_context(self, model: Any) -> Any:
         """Autocast and regions."""
-        return self._real._replayed()
+        return self._real._replayed(self._taints.append)
 
     def update_params(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Hand over the loss."""
         self.backward(self.scale_loss(loss))
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """As in the step; in a replay as in the middle of a window."""
-        return super().scale_loss(loss) if self._as_before else (
-            loss / self._accumulative_counts)
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Hand over the loss."""
+        """Hand over the loss, NaN where something was mended on the way."""
+        for flag in self._taints:
+            loss = loss + flag.to(loss.device)
         with self._real._switched():
             self._on_loss(loss, **kwargs)
 

@@ -192,6 +192,7 @@ class GuardedStep:
         self._window.append(MicroStep(loss, terms, seen.raised,
                                       seen.forward))
         if seen.forward is not None:
+            seen.forward.place = self._host.place()
             # Once a model has written to a batch, batches are copied.
             self._copies = self._copies or seen.forward.batch.written_to
         if seen.raised is not None:
@@ -282,7 +283,6 @@ class GuardedStep:
         stop = self.stop.update(skipped=rescued is None,
                                 saved=rescued is not None)
         if rescued is not None:
-            self.history.accept({}, found.norm)
             for part in rescued.fp32:
                 if self._sticky.save(part, iteration):
                     note = (f'{part} runs in fp32 from now on: that has '
@@ -348,15 +348,20 @@ class GuardedStep:
         """
         if remedy is None:
             return None, None
+        rng = self._transaction.rng_now()
         for attempt in _attempts(remedy, len(window), self.scale.settings):
-            logged, fine = retry(window, attempt, self._host,
+            logged, norm = retry(window, attempt, self._host,
                                  self._transaction, self._carry,
                                  self.history.sane)
             self.flag = None
-            if not (self._agree(not fine) if self._agree else not fine):
+            fails = norm is None
+            if not (self._agree(fails) if self._agree else fails):
                 self._accept(window)
+                self.history.accept({}, norm)
                 return attempt, logged
             self._transaction.rollback()
+            # As after a skipped step, wherever it has failed.
+            rng.restore()
             for parameter in self.model.parameters():
                 parameter.grad = None
         return None, None
@@ -365,12 +370,12 @@ class GuardedStep:
                  found: Findings, rescued: Optional[Remedy]) -> float:
         """The loss scale of the next step."""
         if rescued is not None and rescued.scale is not None:
-            return self.scale.fit(rescued.scale, stepped=True)
+            return self.scale.fit(rescued.scale)
         if rescued is not None:
             return self.scale.update(losses_finite=True, grads_finite=True)
         if cause is not None and cause.code == 'NF101' and found.fits and (
                 self._agree is None):
-            return self.scale.fit(found.fits, stepped=False)
+            return self.scale.fit(found.fits)
         return self.scale.update(
             losses_finite=not evidence.flagged
             and not self._is_its_own(cause, found), grads_finite=False)

@@ -1,5 +1,5 @@
 """Which parts of a model stay in fp32, as plain logic."""
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Container, Dict, List, Mapping, Sequence
 
 __all__ = ['StickyParts']
 
@@ -13,14 +13,34 @@ class StickyParts:
         within: Within so many iterations.
 
     Attributes:
-        names: Parts that stay in fp32.
+        given: Those of the config.
+        earned: Those that have saved steps.
     """
 
     def __init__(self, given: Sequence[str] = (), times: int = 3,
                  within: int = 1000) -> None:
-        self.names: List[str] = list(given)
+        self.given: List[str] = list(given)
+        self.earned: List[str] = []
         self._times, self._within = times, within
         self._saved: Dict[str, List[int]] = {}
+
+    @property
+    def names(self) -> List[str]:
+        """All parts that stay in fp32."""
+        return self.given + self.earned
+
+    def forget(self, known: Container[str]) -> List[str]:
+        """Drop parts of a checkpoint that a model does not have.
+
+        Args:
+            known: Those that it has.
+
+        Returns:
+            Those that it does not.
+        """
+        lost = [name for name in self.earned if name not in known]
+        self.earned = [name for name in self.earned if name in known]
+        return lost
 
     def save(self, name: str, iteration: int) -> bool:
         """Take in a step that was saved by having a part in fp32.
@@ -33,16 +53,16 @@ class StickyParts:
         if name in self.names or len(saved) < self._times or (
                 iteration - saved[0] >= self._within):
             return False
-        self.names.append(name)
+        self.earned.append(name)
         return True
 
     def state_dict(self) -> Dict[str, int]:
         """Plain numbers, the names in the keys.
 
-        ``nanfix_fp32/<part>`` is 1 for what stays in fp32, and
+        ``nanfix_fp32/<part>`` is 1 for what was earned, and
         ``nanfix_fp32_saved/<n>/<part>`` the iteration of a saved step.
         """
-        state = {f'nanfix_fp32/{name}': 1 for name in self.names}
+        state = {f'nanfix_fp32/{name}': 1 for name in self.earned}
         for name, saved in self._saved.items():
             state.update({f'nanfix_fp32_saved/{index}/{name}': iteration
                           for index, iteration in enumerate(saved)})
@@ -51,10 +71,11 @@ class StickyParts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what stays in fp32, beside what the config says."""
         saved: Dict[str, Dict[int, int]] = {}
+        self.earned = []
         for key, value in state.items():
             kind, _, name = str(key).partition('/')
-            if kind == 'nanfix_fp32' and name not in self.names:
-                self.names.append(name)
+            if kind == 'nanfix_fp32' and value and name not in self.names:
+                self.earned.append(name)
             elif kind == 'nanfix_fp32_saved':
                 index, _, name = name.partition('/')
                 saved.setdefault(name, {})[int(index)] = int(value)

@@ -1,10 +1,10 @@
 """What a training computes in fp32 right now: regions, parts, all of it."""
 import contextlib
-from typing import Any, Dict, FrozenSet, Iterator, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import nn
 
-from . import regions
+from . import fp32_parts, regions
 from .loss_formulas import exact_cost, finite_forward
 from .sticky import StickyParts
 
@@ -36,11 +36,11 @@ class Widening:
         self._mode = mode
         self._device = device
         self._sticky = sticky
-        self._parts: Dict[str, FrozenSet[int]] = {}
+        self._parts: Dict[str, fp32_parts.Part] = {}
         self.more: Tuple[str, ...] = ()
         known = dict(model.named_modules())
-        for name in sticky.names:
-            if name not in known and name not in _NO_PARTS:
+        for name in sticky.given:
+            if name not in known:
                 raise ValueError(
                     'Expected setting `fp32_modules` to name modules of the '
                     f'{type(model).__name__}, but it has no {name!r}; it has '
@@ -50,6 +50,15 @@ class Widening:
 
     def _install(self) -> None:
         regions.install(self._model, finite_forward, exact_cost)
+
+    def forget(self) -> List[str]:
+        """Drop what stays in fp32 by a checkpoint of another model.
+
+        Returns:
+            Names that are no modules of this one.
+        """
+        return self._sticky.forget(
+            {*dict(self._model.named_modules()), *_NO_PARTS})
 
     @contextlib.contextmanager
     def at(self, fp32: Sequence[str]) -> Iterator[None]:
@@ -75,14 +84,13 @@ class Widening:
         for wider in ('losses', 'heads'):
             if wider in names and mode != 'heads':
                 mode = wider
-        parts = [self._ids(name) for name in names if name not in _NO_PARTS]
-        return regions.switched(mode, self._device,
-                                frozenset().union(*parts))
+        return fp32_parts.switched(mode, self._device, [
+            self._part(name) for name in names if name not in _NO_PARTS])
 
-    def _ids(self, name: str) -> FrozenSet[int]:
+    def _part(self, name: str) -> fp32_parts.Part:
         if name not in self._parts:
             # Its losses are regions within.
             self._install()
-            self._parts[name] = regions.install_part(
+            self._parts[name] = fp32_parts.install_part(
                 self._model.get_submodule(name))
         return self._parts[name]

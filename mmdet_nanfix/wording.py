@@ -14,6 +14,7 @@ __all__ = [
 
 Record = Mapping[str, Any]
 
+_SAVED = ('retried', 'rescued_fp32_head')
 _WHAT = {'backward': 'gradients', 'params': 'weights', 'buffers': 'buffers',
          'input': 'input', 'step': 'weights'}
 
@@ -133,14 +134,15 @@ def done_in_words(record: Record) -> str:
     action, remedy = record.get('action'), record.get('remedy') or {}
     if action == 'aborted':
         return 'step skipped, and training was stopped'
-    if action not in ('retried', 'rescued_fp32_head'):
+    if action not in _SAVED:
         return 'step skipped'
     scale = remedy.get('scale')
     how = [f'at loss scale {scale:g}'] if isinstance(scale, (int, float)) \
         else []
     if remedy.get('fp32'):
         how.insert(0, f'with {", ".join(remedy["fp32"])} in fp32')
-    return f'step made again {" and ".join(how)}, nothing lost'
+    return ' '.join(['step made again', *[' and '.join(how)] * bool(how)]
+                    ) + ', nothing lost'
 
 
 def one_line(record: Record) -> str:
@@ -151,7 +153,7 @@ def one_line(record: Record) -> str:
     if ranks:
         heads += f' (began on rank {", ".join(map(str, ranks))})'
     counts = record.get('counts') or {}
-    lost = '' if record.get('remedy') else (
+    lost = '' if record.get('action') in _SAVED else (
         f' ({counts.get("consecutive")} in a row, '
         f'{counts.get("total")} in all)')
     cause = _cause(record)
@@ -202,6 +204,7 @@ def paragraph(record: Record, width: int = 79) -> str:
         text.append(f'To blame: {", ".join(blamed)}.')
     cause = _cause(record)
     evidence = cause.get('evidence') or []
+    evidence = evidence if isinstance(evidence, list) else [str(evidence)]
     if cause:
         text.append(f'Cause: {cause.get("code")}, {cause.get("title")}.')
     tests = [*evidence, *[test for test in origin.get('tests') or []
@@ -221,6 +224,7 @@ def paragraph(record: Record, width: int = 79) -> str:
                          break_on_hyphens=False)
     patch = cause.get('config_patch')
     if patch:
-        told += '\n  To paste into the config:\n' + textwrap.indent(
+        told += ('\n  To paste into a config that has yours as its _base_:'
+                 '\n') + textwrap.indent(
             patch, '    ')
     return told

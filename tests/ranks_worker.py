@@ -198,7 +198,7 @@ def case_hot(rank, out):
         wrapper.initialize_count_status(model, 0, 9)
         incidents = []
         wrapper._journal.tell = incidents.append
-        wrapper._guard.history._largest_before = 1e9
+        wrapper._guard.history._norms.append(1e9)
         step(model, wrapper, toy_batch())
         make_hot(model.module.roi_head.bbox_head)
         before = copy.deepcopy(model.state_dict())
@@ -215,6 +215,40 @@ def case_hot(rank, out):
             'equal': everywhere(model), 'said': said(wrapper),
             'moved': any(not torch.equal(before[name], value)
                          for name, value in model.state_dict().items())}
+    return seen
+
+
+class Labelled(ToyDetector):
+    """A label becomes a one-hot vector, sanitised on several ranks."""
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        losses = super().forward(inputs, data_samples, mode)
+        label = torch.tensor([inputs.get('label', 0)])
+        weight = torch.nn.functional.one_hot(label, 4).sum().float()
+        return {**losses, 'loss_first': losses['loss_first'] * weight}
+
+
+def case_tainted(rank, out):
+    """A label out of range and an overflow in one step."""
+    seen = {}
+    for scale in (64., 2.**30):
+        model, wrapper = build(model=Labelled(),
+                               loss_scale=dict(init_scale=64.))
+        wrapper.initialize_count_status(model, 0, 9)
+        incidents = []
+        wrapper._journal.tell = incidents.append
+        step(model, wrapper, toy_batch())
+        wrapper._scale.scale = scale
+        wrapper._rescale(scale)
+        before = copy.deepcopy(model.state_dict())
+        batch = toy_batch()
+        batch['inputs']['label'] = 7 if rank else 0
+        step(model, wrapper, batch)
+        after = model.state_dict()
+        seen[str(scale)] = {
+            'actions': [incident.action for incident in incidents],
+            'kept': all(torch.equal(before[name], after[name])
+                        for name in before), 'scale': wrapper._scale.scale}
     return seen
 
 

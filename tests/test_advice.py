@@ -95,8 +95,32 @@ def test_a_term_is_weighted_less(tmp_path):
     # What is in a list has no place of its own in a config.
     words, patch = advise('NF108', known(
         found, term='roi_head.bbox_head.1.loss_cls', term_weight=1e9,
-        path=lambda name: None))
+        place=lambda name: None))
     assert patch is None and 'bbox_head.1.loss_cls.loss_weight' in words
+
+
+def test_a_default_that_the_config_does_not_have_is_kept(tmp_path):
+    _, patch = advise('NF108', known(
+        dict(term=('loss_mask', 1e-3), proven={'term lowered'}),
+        term='mask_head.loss_mask', term_weight=1e3,
+        place=lambda name: (name, dict(type='L1Loss', loss_weight=1e3))))
+    assert config_of(patch, tmp_path).model.mask_head.loss_mask == dict(
+        type='L1Loss', loss_weight=1.)
+
+
+def test_settings_of_the_hook_win(tmp_path):
+    _, patch = advise('NF101', known(dict(fits=32.), scale=512., start=512.,
+                                     by_hook=True))
+    cfg = config_of(patch, tmp_path)
+    assert cfg.default_hooks.nanfix == dict(
+        type='NanGuardHook', init_scale=32.)
+    assert 'nanfix' not in cfg.optim_wrapper
+    _, patch = advise('NF102', known(
+        dict(part='neck', proven={'part in fp32'}), norm=3., absurd=True,
+        by_hook=True))
+    cfg = config_of(patch, tmp_path)
+    assert cfg.default_hooks.nanfix.fp32_modules == ['neck']
+    assert cfg.optim_wrapper.clip_grad.max_norm == 2.
 
 
 def test_a_learning_rate_and_the_norm(tmp_path):
@@ -109,11 +133,12 @@ def test_a_learning_rate_and_the_norm(tmp_path):
     assert advise('NF108', known(norm=math.inf))[1] is None
 
 
-@pytest.mark.parametrize('null, clip', [
+@pytest.mark.parametrize('anew, clip', [
     (False, ''), (False, 'clip_grad=dict(max_norm=9.),'),
-    (True, 'clip_grad=None,')])
-def test_a_clipping_merges_with_what_is_there(null, clip, tmp_path):
-    _, patch = advise('NF108', known(norm=3., null_clip=null))
+    (True, 'clip_grad=None,'),
+    (True, "clip_grad=dict(type='value', clip_value=1.),")])
+def test_a_clipping_merges_with_what_is_there(anew, clip, tmp_path):
+    _, patch = advise('NF108', known(norm=3., clips_anew=anew))
     cfg = config_of(patch, tmp_path, clip)
     assert cfg.optim_wrapper.clip_grad == dict(max_norm=2., norm_type=2)
 

@@ -68,9 +68,18 @@ TABLE = {
     'exploding gradients': (
         facts('grads', 'backward', ['lower scale'], bad=['norm']), 'NF108',
         {'lower scale': 'NF113'}),
-    'diverged': (
+    'weights that were thrown away': (
         facts(gone=['part in fp32'], bad=['update']), 'NF108',
         {'first': 'NF113'}),
+    'diverged': (
+        facts(gone=['part in fp32'], bad=['growth', 'norm']), 'NF108',
+        {'first': 'NF113'}),
+    'grown, but a part in fp32 has a gradient like any': (
+        facts(gone=['part in fp32'], bad=['growth'], fine=['norm']), 'NF102',
+        {'part in fp32': 'NF113'}),
+    'grown, but a lower scale has a gradient like any': (
+        facts('grads', 'backward', ['lower scale'], bad=['growth'],
+              fine=['norm']), 'NF101', {'lower scale': 'NF113'}),
     'a learning rate that spoils weights': (
         facts('loss', 'step', given='weight', by_step=True,
               fine=['moments'], bad=['update']), 'NF108',
@@ -129,13 +138,13 @@ def test_every_cause_but_none_is_reached():
 
 
 def test_readings_that_decide_are_told():
-    said = facts(gone=['part in fp32'], bad=['growth'], fine=['update'])
+    said = facts(stays=['part in fp32'], bad=['growth'], fine=['update'])
     code, evidence = verdict(said)
     assert code == 'NF108'
     assert 'growth: it is bad' in evidence and 'update: it is fine' not in (
         evidence)
     # Without it, it is what the replay says.
-    assert verdict(facts(gone=['part in fp32']))[0] == 'NF102'
+    assert verdict(facts(stays=['part in fp32']))[0] == 'NF113'
 
 
 def test_nothing_at_all_is_an_answer():

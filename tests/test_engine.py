@@ -438,3 +438,19 @@ def test_any_sequence_of_micro_steps(data):
         assert all(parameter.grad is None or not parameter.grad.any()
                    for parameter in model.parameters())
     assert wrapper.inner_count == len(kinds)
+
+
+def test_parts_in_fp32_that_a_model_does_not_have(toy, said):
+    """Of a checkpoint of another model; before arming and after."""
+    wrapper = wrap(toy)
+    state = wrapper.state_dict()
+    state['loss_scaler'].update({'nanfix_fp32/old_head': 1,
+                                 'nanfix_fp32/rpn_head': 1})
+    wrapper.load_state_dict(copy.deepcopy(state))
+    train(toy, wrapper, toy_batch())
+    assert wrapper._sticky.names == ['rpn_head']
+    wrapper.load_state_dict(copy.deepcopy(state))
+    train(toy, wrapper, toy_batch())
+    assert wrapper._sticky.names == ['rpn_head']
+    assert sum('has old_head in fp32, which this model' in line
+               for line in said()) == 2

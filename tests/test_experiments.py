@@ -81,15 +81,15 @@ def test_a_step_that_is_made_again_needs_no_trial_of_its_scale():
     assert found.fits == 64. and len(requests) == 1
 
 
-def test_a_scale_that_was_measured_wrong_is_lowered_once_more():
+def test_of_a_scale_that_was_measured_wrong_the_lowest_is_told():
     def answer(request):
         if request.scale == 1.:
             return Outcome(None, norm=1., filled=1 / 600)
         return 'grads'
 
     found, _ = walk(answer, failing('grads'), **HALF)
-    assert found.fits == 256.
-    assert 'at loss scale 1 it does not come (at 512 it does)' in (
+    assert found.fits == 1.
+    assert 'at loss scale 1 it does not come, at 512 it does' in (
         found.replays['lower scale'].words)
 
 
@@ -143,10 +143,23 @@ def test_a_term_that_is_no_help_is_told_and_the_scale_is_tried():
 
 @pytest.mark.parametrize('values', [
     dict(loss_cls=7e6), dict(loss_cls=500., loss_bbox=1.), {},
-    dict(loss_cls=0., loss_bbox=0.)])
+    dict(loss_cls=0., loss_bbox=0.), dict(loss_cls=7e6, loss_bbox=0.),
+    # Hardly any positives: the others are small, this one is not large.
+    dict(loss_cls=1.1, loss_bbox=1e-4)])
 def test_a_term_that_does_not_is_left_alone(values):
     found, _ = walk(overflow(100.), losses(**values), **HALF)
     assert 'term lowered' not in found.replays
+
+
+@pytest.mark.parametrize('usual, blamed', [
+    (None, True), (1., True), (6e5, True), (5e6, False)])
+def test_a_term_that_was_always_so_is_left_alone(usual, blamed):
+    def answer(request):
+        return Outcome(None, norm=1.) if request.factors else 'grads'
+
+    found, _ = walk(answer, losses(loss_cls=7e6, loss_bbox=1.), **HALF,
+                    usual={'loss_cls': usual}.get)
+    assert (found.term is not None) is blamed
 
 
 def helped_by(*fp32, how='loss'):

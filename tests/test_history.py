@@ -52,6 +52,35 @@ def test_norms_are_measured_without_a_read():
                         rel_tol=1e-3)
 
 
+def test_a_loss_below_zero_has_not_grown():
+    history, model = made(steps=9, loss=-.7)
+    assert not history.readings(model)['growth'].bad
+    history, model = made(steps=9, loss=0.)
+    history.accept({'loss': [torch.tensor(1.)]}, 2.)
+    assert not history.readings(model)['growth'].bad
+
+
+def test_what_was_usual():
+    history, _ = made(steps=3)
+    assert history.usual == 2. and history.usual_loss('loss') is None
+    history.accept({'loss': [torch.tensor(9.)]}, 50.)
+    assert history.usual == 2. and history.usual_loss('loss') == 1.
+    assert history.usual_loss('other') is None
+
+
+def test_a_norm_that_is_too_long_for_fp32_is_no_measure():
+    history, _ = made(steps=1)
+    history.accept({}, math.inf)
+    assert history.largest == 2. and history.sane(1e30) is False
+
+
+def test_a_map_of_losses_is_not_kept():
+    history, _ = made()
+    history.accept({'loss': [torch.ones(100, 100)]}, 1.)
+    (term, ) = history._losses[0]['loss']
+    assert term.untyped_storage().nbytes() <= 8
+
+
 def test_only_the_last_steps_count():
     history, _ = made(steps=1, norm=1e6)
     for _ in range(50):
@@ -128,6 +157,10 @@ def test_the_largest_is_in_checkpoints_and_a_plain_number():
     again, _ = made()
     again.load_state_dict(state)
     assert again.sane(20.) is True and again.sane(21.) is False
+    for _ in range(50):
+        again.accept({}, 1.)
+    # It is forgotten like any other.
+    assert again.largest == 1.
     again.load_state_dict({})
     assert again.sane(1.) is None
 
@@ -136,4 +169,4 @@ def test_graphs_are_let_go():
     history, model = made()
     loss = model.rpn_head.out.weight.sum()
     history.accept({'loss': [loss]}, 1.)
-    assert not history._losses[0][0].requires_grad
+    assert not history._losses[0]['loss'][0].requires_grad

@@ -572,7 +572,7 @@ class Heat(Hook):
         if runner.iter == 0:
             make_hot(runner.model.rpn_head)
             # Its gradients are long, but that is not the point here.
-            runner.optim_wrapper._guard.history._largest_before = 1e9
+            runner.optim_wrapper._guard.history._norms.append(1e9)
 
 
 def test_the_losses_of_a_step_that_was_made_again_are_printed(tmp_path):

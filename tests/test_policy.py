@@ -223,3 +223,20 @@ def test_without_a_scale_the_start_is_stored():
     """A run in half precision that goes on from here needs one."""
     state = LossScale(LossScaleSettings(enabled=False)).state_dict()
     assert state['scale'] == 256
+
+
+@pytest.mark.parametrize('hysteresis, fits, wanted', [
+    (1, [64.], 64.), (1, [.25], 1.), (1, [512.], 256.),
+    (2, [64.], 256.), (2, [64., 32.], 32.)])
+def test_a_scale_that_fits_is_taken_once_overflows_are_in_a_row(
+        hysteresis, fits, wanted):
+    scale = LossScale(LossScaleSettings(hysteresis=hysteresis))
+    for fit in fits:
+        scale.fit(fit)
+    assert scale.scale == wanted and scale.overflowed
+    # A good step in between begins anew.
+    scale = LossScale(LossScaleSettings(hysteresis=2))
+    scale.fit(64.)
+    scale.update(True, True)
+    scale.fit(64.)
+    assert scale.scale == 256.

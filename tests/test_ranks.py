@@ -93,6 +93,13 @@ def test_all_ranks_save_a_head_in_fp32(together):
         assert 'NF103' in codes[0] + codes[1], name
 
 
+def test_what_was_mended_on_the_way_is_not_stepped_on(together):
+    first, second = together('tainted')
+    assert first == second and len(first) == 2
+    for seen in first.values():
+        assert seen['actions'] == ['skipped'] and seen['kept']
+
+
 def test_all_ranks_stop_together(together):
     first, second = together('stop')
     assert first == second == dict(stopped=2, ranks=[1])

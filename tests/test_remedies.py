@@ -15,6 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.optim import build_optim_wrapper
 from test_engine import same, train, weights, wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix import step as step_module
 from mmdet_nanfix.records import Cause
@@ -216,7 +217,7 @@ def hot(nanfix=None, steps=1, **settings):
     wrapper.initialize_count_status(model, 0, 99)
     incidents = []
     wrapper._journal.tell = incidents.append
-    wrapper._guard.history._largest_before = 1e9
+    wrapper._guard.history._norms.append(1e9)
     train(model, wrapper, toy_batch())
     make_hot(model.rpn_head)
     train(model, wrapper, *[toy_batch()] * steps)
@@ -296,7 +297,7 @@ def test_a_rescue_that_fails_leaves_a_skipped_step(how, monkeypatch):
     wrapper.initialize_count_status(model, 0, 99)
     incidents = []
     wrapper._journal.tell = incidents.append
-    wrapper._guard.history._largest_before = 1e9
+    wrapper._guard.history._norms.append(1e9)
     train(model, wrapper, toy_batch())
     make_hot(model.rpn_head)
     before = copy.deepcopy(model.state_dict())
@@ -319,3 +320,112 @@ def test_nothing_is_saved_before_a_step_was_accepted():
     wrapper = wrap(model)
     train(model, wrapper, toy_batch())
     assert wrapper.skipped and wrapper._stop.saved == 0
+
+
+def test_an_overflow_is_borne_as_often_as_hysteresis_says():
+    """Each is retried; in a row they lower the scale all the same."""
+    torch.manual_seed(0)
+    MessageHub._instance_dict.clear()
+    model = ToyDetector()
+    wrapper = wrap(model, loss_scale=dict(
+        init_scale=64., max_scale=HIGH, hysteresis=2))
+    wrapper.initialize_count_status(model, 0, 99)
+    train(model, wrapper, toy_batch())
+    set_scale(wrapper, HIGH)
+    scales = []
+    for _ in range(3):
+        train(model, wrapper, toy_batch())
+        scales.append(wrapper._scale.scale)
+    assert scales[0] == HIGH and scales[1] == scales[2] < HIGH
+    assert wrapper._stop.saved == 2 and wrapper._stop.total == 0
+
+
+class Checkpointed(ToyDetector):
+    """Large activations, small gradients, and the first computed again."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        x = self.backbone(inputs['x'])
+        if self.reentrant is None:
+            y = self.big(x)
+        else:
+            y = checkpoint(self.big, x, use_reentrant=self.reentrant)
+        return {'loss': self.rpn_head.out(y).float().mean()}
+
+    def big(self, x):
+        return self.rpn_head.hidden(x * 2e3).relu() / 1e3
+
+
+def fitting_scale(reentrant):
+    torch.manual_seed(0)
+    MessageHub._instance_dict.clear()
+    model = Checkpointed(reentrant)
+    wrapper = wrap(model, loss_scale=dict(init_scale=64., max_scale=HIGH))
+    wrapper.initialize_count_status(model, 0, 99)
+    train(model, wrapper, toy_batch())
+    set_scale(wrapper, HIGH)
+    train(model, wrapper, toy_batch())
+    assert wrapper._stop.saved == 1
+    return wrapper._scale.scale
+
+
+def test_activations_that_are_computed_again_are_no_gradients():
+    assert fitting_scale(None) == fitting_scale(True) == fitting_scale(False)
+
+
+def test_the_last_window_is_as_long_as_it_is():
+    """A replay divides the loss as the step did."""
+    torch.manual_seed(0)
+    MessageHub._instance_dict.clear()
+    model = ToyDetector()
+    wrapper = wrap(model, accumulative_counts=4, loss_scale=dict(
+        init_scale=64., max_scale=HIGH))
+    wrapper.initialize_count_status(model, 0, 5)
+    incidents = []
+    wrapper._journal.tell = incidents.append
+    train(model, wrapper, *[toy_batch()] * 4)
+    scale = 1024.
+    while not incidents:
+        # The least that is too high for one batch by itself.
+        scale *= 2
+        again, kept = copy.deepcopy(model), copy.deepcopy(
+            wrapper.optimizer.state_dict())
+        set_scale(wrapper, scale)
+        wrapper._inner_count = 4
+        train(model, wrapper, toy_batch())
+        if not incidents:
+            model.load_state_dict(again.state_dict())
+            wrapper.optimizer.load_state_dict(kept)
+    assert [incident.action for incident in incidents] == ['retried']
+    assert wrapper._scale.scale == scale / 2
+
+
+def test_draws_after_a_rescue_that_failed_are_those_after_a_skip(monkeypatch):
+    def draws(how):
+        torch.manual_seed(0)
+        MessageHub._instance_dict.clear()
+        model = ToyDetector()
+        wrapper = wrap(model, accumulative_counts=2, loss_scale=64.)
+        wrapper.initialize_count_status(model, 0, 99)
+        wrapper._guard.history._norms.append(1e9)
+        train(model, wrapper, *[toy_batch()] * 2)
+        make_hot(model.rpn_head)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                'mmdet_nanfix.standin.Retries.run', out_of_memory)
+            if how == 'skip':
+                patch.setattr(step_module, 'choose', lambda *args: None)
+            torch.manual_seed(5)
+            for _ in range(2):
+                batch = toy_batch()
+                # What data loading draws between two forwards.
+                torch.manual_seed(7)
+                torch.rand(3)
+                model.train_step(batch, wrapper)
+        assert wrapper._stop.total == 1
+        return torch.rand(4)
+
+    assert torch.equal(draws('skip'), draws('fail'))

@@ -12,7 +12,7 @@ def test_a_stand_in_hands_over_the_loss_and_moves_nothing(toy):
     wrapper = wrap(toy, accumulative_counts=4)
     wrapper.initialize_count_status(toy, 0, 8)
     before, losses = weights(toy), []
-    toy.train_step(toy_batch(), StandIn(wrapper, losses.append))
+    toy.train_step(toy_batch(), StandIn(wrapper, losses.append, 0))
     assert same(before, weights(toy)) and wrapper.inner_count == 0
     (loss, ) = losses
     with wrapper._replayed():
@@ -26,9 +26,8 @@ def test_the_last_window_is_short(toy, count, share):
     wrapper = wrap(toy, accumulative_counts=3)
     wrapper.initialize_count_status(toy, 0, 7)
     losses = []
-    for inner in (count, None):
+    for inner in (count, 0):
         toy.train_step(toy_batch(), StandIn(wrapper, losses.append, inner))
-    # A replay has no place in the count.
     assert torch.allclose(losses[0] / share, losses[1] * 3)
 
 

@@ -30,14 +30,20 @@ def test_a_round_trip_in_plain_numbers():
     for iteration in (7, 8):
         parts.save('roi_head.bbox_head.1', iteration)
     state = parts.state_dict()
+    # What the config says is the config's to say again.
     assert state == {
-        'nanfix_fp32/neck': 1,
         'nanfix_fp32_saved/0/roi_head.bbox_head.1': 7,
         'nanfix_fp32_saved/1/roi_head.bbox_head.1': 8}
     again = StickyParts()
     again.load_state_dict({'scale': 4., 'nanfix_saved': 3, **state})
     assert again.state_dict() == state
     assert again.save('roi_head.bbox_head.1', 9)
+    assert again.state_dict()['nanfix_fp32/roi_head.bbox_head.1'] == 1
+    resumed = StickyParts(['neck'])
+    resumed.load_state_dict({**again.state_dict(), 'nanfix_fp32/off': 0})
+    assert resumed.names == ['neck', 'roi_head.bbox_head.1']
+    assert resumed.forget({'neck'}) == ['roi_head.bbox_head.1']
+    assert resumed.names == ['neck'] and resumed.forget(()) == []
     # A checkpoint from before the package knows nothing.
     fresh = StickyParts()
     fresh.load_state_dict({})

@@ -70,7 +70,7 @@ def test_parts_that_stay_so():
     model, sticky = Model(), StickyParts(['first'])
     widening = Widening(model, 'heads', 'cpu', sticky)
     assert dtypes(model, widening)[0] == 'float32'
-    sticky.names.append('second')
+    sticky.earned.append('second')
     assert dtypes(model, widening) == ['float32'] * 3
     # Outside of a step all is as it was.
     with cuda_autocast():
@@ -94,8 +94,8 @@ def test_nothing_is_left_on_the_modules():
 def test_modes_that_are_asked_for(mode, more, wanted):
     widening = Widening(Model(), mode, 'cpu', StickyParts())
     with widening.at(more), widening.switched():
-        assert regions._SWITCH.mode == wanted
-    assert regions._SWITCH.parts == frozenset()
+        assert regions.SWITCH.mode == wanted
+    assert regions.SWITCH.parts == frozenset()
 
 
 def test_a_name_that_is_no_module():
@@ -103,8 +103,17 @@ def test_a_name_that_is_no_module():
                        "the Model, but it has no 'third'; it has first, "
                        'second and below'):
         Widening(Model(), None, 'cpu', StickyParts(['third']))
-    # What a checkpoint may hold beside parts.
-    Widening(Model(), None, 'cpu', StickyParts(['losses']))
+    # Those that a checkpoint has from another model are forgotten.
+    sticky = StickyParts(['first'])
+    sticky.earned += ['third', 'second', 'losses']
+    assert Widening(Model(), None, 'cpu', sticky).forget() == ['third']
+    assert sticky.names == ['first', 'second', 'losses']
+
+
+@pytest.mark.parametrize('name', ['losses', 'heads', 'all', 'bfloat16'])
+def test_a_setting_names_parts_and_no_precision(name):
+    with pytest.raises(ValueError, match='fp32_modules'):
+        Widening(Model(), None, 'cpu', StickyParts([name]))
 
 
 def test_wrapping_twice_is_wrapping_once():

@@ -1,0 +1,123 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.fp32_parts import install_part, switched
+
+
+class Neck(nn.Module):
+    """Writes into what it is given, as some do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, feats, extra=None):
+        feats[0] = self.linear(feats[0])
+        feats.append(feats[0] + 1)
+        if extra is not None:
+            extra['seen'] = feats[0]
+        return feats
+
+
+class Base(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        return self.linear(x)
+
+    @property
+    def width(self):
+        return 2
+
+    @staticmethod
+    def double(x):
+        return x * 2
+
+    @classmethod
+    def name(cls):
+        return cls.__name__
+
+
+class Derived(Base):
+
+    def run(self, x):
+        return super().run(x) + nn.functional.linear(x, x)
+
+
+def in_part(part, function):
+    with cuda_autocast(), switched(None, 'cpu', [install_part(part)]):
+        return function()
+
+
+def test_what_it_writes_into_arguments_is_seen():
+    neck = Neck()
+    feats = [torch.ones(2, 2).half(), torch.zeros(2).half()]
+    extra = {'half': torch.ones(1).half()}
+    kept = feats[1]
+    in_part(neck, lambda: neck(feats, extra))
+    assert len(feats) == 3 and extra['seen'] is feats[0]
+    assert feats[0].dtype == feats[2].dtype == torch.float32
+    # What it has not touched is what it was.
+    assert feats[1] is kept and extra['half'].dtype == torch.float16
+
+
+def test_methods_of_any_kind_are_what_they_were():
+    part, other = Derived(), Derived()
+    x = torch.ones(2, 2)
+    assert in_part(part, lambda: part(x)).dtype == torch.float32
+    # Another one of the same class is not meant.
+    assert in_part(part, lambda: other(x)).dtype == torch.float16
+    assert in_part(part, lambda: part.run(x)).dtype == torch.float32
+    assert in_part(part, lambda: (part.width, part.double(2),
+                                  part.name())) == (2, 4, 'Derived')
+    with cuda_autocast():
+        assert part(x).dtype == torch.float16
+    for again in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert torch.equal(again.linear.weight, part.linear.weight)
+        assert in_part(part, lambda again=again: again(x)).dtype == (
+            torch.float16)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_a_checkpointed_part_is_computed_again_in_fp32(reentrant):
+    part = Base()
+    with torch.no_grad():
+        part.linear.weight.fill_(1e5)
+    x = torch.ones(2, 2, requires_grad=True)
+    parts = [install_part(part)]
+    with cuda_autocast(), switched(None, 'cpu', parts):
+        out = checkpoint(part, x, use_reentrant=reentrant)
+    with switched(None, 'cpu', parts):
+        out.sum().backward()
+    assert out.dtype == torch.float32
+    assert torch.isfinite(part.linear.weight.grad).all()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize('make', [
+    lambda layer: layer, lambda layer: nn.Sequential(layer),
+    lambda layer: nn.ModuleList([layer]),
+    lambda layer: nn.ModuleDict({'a': nn.ModuleList([layer])})])
+def test_layers_of_torch_and_containers_of_them(make):
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    part = make(layer)
+    x = torch.ones(2, 2)
+    call = part if isinstance(part, nn.Sequential) else layer
+    assert in_part(part, lambda: call(x)).dtype == torch.float32
+    assert in_part(part, lambda: other(x)).dtype == torch.float16
+    # Torch's classes are everybody's.
+    assert 'forward' not in vars(layer)
+    assert not hasattr(nn.Linear.forward, '__wrapped__')
+    torch.jit.script(nn.Linear(2, 2))
