@@ -433,7 +433,9 @@ class Guarded(OptimWrapper):
         state['loss_scaler'] = {
             **self._scale.state_dict(), **self._stop.state_dict(),
             **self._sticky.state_dict(),
-            **(self._guard.history.state_dict() if self._guard else {})}
+            **(self._guard.history.state_dict() if self._guard else {
+                key: value for key, value in self._loaded.items()
+                if key == 'nanfix_grad_norm'})}
         return state
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:

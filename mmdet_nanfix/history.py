@@ -6,7 +6,16 @@ gradient norm and learning rate. Kept on the device; read after a failure.
 import math
 import statistics
 from collections import deque
-from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +26,7 @@ from .finite import bad_tensors, can_be_checked, norm_of
 __all__ = ['History']
 
 _LENGTH = 50
+_EVERY = 10
 # Fewer tell nothing of a trend.
 _LEAST = 4
 #: A step is absurd whose gradients are longer than any of late by this.
@@ -27,8 +37,9 @@ class History:
     """Losses, gradient norms and learning rates of the last accepted steps.
 
     Made when the training begins: reads the length of the weights once. A
-    healthy step costs one ``detach`` for each loss term, and where its
-    gradient norm is not known anyway, three calls for it; no device sync.
+    healthy step costs a ``detach``, in every tenth one for each loss term,
+    and where its gradient norm is not known anyway, three calls for it; no
+    device sync.
 
     Args:
         optimizer: Whose steps they are.
@@ -36,6 +47,8 @@ class History:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._count = 0
+        self._totals: Deque[Tensor] = deque(maxlen=_LENGTH)
         self._losses: Deque[Dict[str, List[Tensor]]] = deque(maxlen=_LENGTH)
         self._norms: Deque[Any] = deque(maxlen=_LENGTH)
         self._rate = math.nan
@@ -47,20 +60,25 @@ class History:
             parameter.grad for group in self._optimizer.param_groups
             for parameter in group['params']])
 
-    def accept(self, losses: Mapping[str, Sequence[Tensor]],
-               norm: Any) -> None:
+    def accept(self, norm: Any, total: Optional[Tensor] = None,
+               losses: Optional[Mapping[str, Sequence[Tensor]]] = None
+               ) -> None:
         """Take in a step.
 
         Args:
-            losses: Terms by key.
             norm: Of its gradients before clipping: a float, a scalar, or
                 None.
+            total: Its loss, or None where that is not known.
+            losses: Terms by key.
         """
-        if losses:
+        if total is not None:
+            self._totals.append(total.detach())
+        if losses and self._count % _EVERY == 0:
             self._losses.append({key: [
                 # A map of losses would be kept as a whole.
                 term.detach() if term.numel() == 1 else term.detach().mean()
                 for term in terms] for key, terms in losses.items()})
+        self._count += 1
         if norm is not None:
             self._norms.append(norm)
         self._rate = self.learning_rate
@@ -96,8 +114,10 @@ class History:
         return statistics.median(norms) if norms else None
 
     def usual_loss(self, key: str) -> Optional[float]:
-        """Median of a loss in the last steps; None for too few."""
-        values = [abs(value) for value in self._values(key)]
+        """Median of a loss, seen every tenth step; None for too few."""
+        sums = [torch.stack([term.float().reshape(()) for term in terms[key]]
+                            ).sum() for terms in self._losses if key in terms]
+        values = [abs(value) for value in self._read(sums)]
         return statistics.median(values) if len(values) >= _LEAST else None
 
     def sane(self, norm: float) -> Optional[bool]:
@@ -185,7 +205,8 @@ class History:
             f'at the start they were {self._weights:.3g} long'))
 
     def _growth(self) -> Reading:
-        grown = {'total loss': self._values(), 'gradient norm': self.norms()}
+        grown = {'total loss': self._read(self._totals),
+                 'gradient norm': self.norms()}
         for name, values in grown.items():
             finite = [value for value in values if math.isfinite(value)]
             if len(finite) < _LEAST:
@@ -198,16 +219,11 @@ class History:
                     f'{len(finite)} accepted steps'))
         return Reading(False, 'losses and gradient norm had not grown')
 
-    def _values(self, key: Optional[str] = None) -> List[float]:
-        """A loss in the last steps, or all together; one read."""
-        totals = []
-        for losses in self._losses:
-            terms = [term.float().reshape(()) for name, terms
-                     in losses.items() if key in (None, name)
-                     for term in terms]
-            if terms:
-                totals.append(torch.stack(terms).sum())
-        return torch.stack(totals).tolist() if totals else []
+    @staticmethod
+    def _read(scalars: Iterable[Tensor]) -> List[float]:
+        """Together: each by itself would be a read."""
+        known = [value.float().mean() for value in scalars]
+        return torch.stack(known).tolist() if known else []
 
     def safe_rate(self) -> Optional[float]:
         """A learning rate whose step is a hundredth of the weights."""
@@ -226,6 +242,7 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load it; what is missing is 0: nothing is known."""
+        self._totals.clear()
         self._losses.clear()
         self._norms.clear()
         known = float(state.get('nanfix_grad_norm', 0.))

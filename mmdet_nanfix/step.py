@@ -253,7 +253,9 @@ class GuardedStep:
         self.flag = None
         if not found_inf:
             self._accept(window)
-            self.history.accept(window[-1].terms if window else {}, norm)
+            last = window[-1] if window else None
+            self.history.accept(norm, last.loss if last else None,
+                                last.terms if last else None)
             self.scale.update(losses_finite=True, grads_finite=True)
             self.stop.update(skipped=False)
             return Verdict()
@@ -357,7 +359,7 @@ class GuardedStep:
             fails = norm is None
             if not (self._agree(fails) if self._agree else fails):
                 self._accept(window)
-                self.history.accept({}, norm)
+                self.history.accept(norm)
                 return attempt, logged
             self._transaction.rollback()
             # As after a skipped step, wherever it has failed.
@@ -378,20 +380,16 @@ class GuardedStep:
             return self.scale.fit(found.fits)
         return self.scale.update(
             losses_finite=not evidence.flagged
-            and not self._is_its_own(cause, found), grads_finite=False)
+            and not self._is_its_own(cause), grads_finite=False)
 
-    def _is_its_own(self, cause: Optional[Cause], found: Findings) -> bool:
+    def _is_its_own(self, cause: Optional[Cause]) -> bool:
         """Whether a single batch is at fault, and not the loss scale.
 
         At a lower one it would be applied the next time. Ranks do not know
         this of each other.
         """
-        if self._agree is not None or cause is None or (
-                self.stop.consecutive > 0):
-            return False
-        lower = found.replays.get('lower scale')
-        return cause.code in _ITS_OWN or (
-            lower is not None and not lower.gone)
+        return self._agree is None and cause is not None and (
+            cause.code in _ITS_OWN and self.stop.consecutive == 0)
 
     def look_again(self) -> Findings:
         """Replay the last forward of a step that was accepted.

@@ -19,6 +19,9 @@ SAMPLE = [
     'nan_box_yolox', 'nan_pixel_faster_rcnn', 'nan_weight_rpn_faster_rcnn',
     'overflowing_statistics_retinanet', 'zero_height_box_ssdlite',
 ]
+# With a patch of each kind.
+FURTHER = ['focal_kernel_half_retinanet', 'learning_rate_yolov3',
+           'scale_growth_retinanet', 'zero_std_fcos']
 
 
 def case_of(name):
@@ -38,14 +41,23 @@ def test_the_suite_is_wide():
 @pytest.mark.parametrize('name', SAMPLE)
 def test_it_is_found(name):
     case = case_of(name)
-    incidents = faults.run(case)
+    result = faults.run(case)
     assert all(ok is not False
-               for ok in faults.score(case, incidents).values()), incidents
-    assert incidents[0]['replay'] is None
+               for ok in faults.score(case, result).values()), result
+    assert result.incidents[0]['replay'] is None
+
+
+@pytest.mark.parametrize('name', FURTHER)
+def test_what_is_proposed_helps_and_nothing_is_left(name):
+    case = case_of(name)
+    result = faults.run(case, further=True)
+    assert result.intact and result.survived and result.cured
+    assert all(ok is not False
+               for ok in faults.score(case, result).values()), result
 
 
 def test_the_feature_level_is_told():
-    (incident, ) = faults.run(case_of('half_scale_level_gfl'))
+    (incident, ) = faults.run(case_of('half_scale_level_gfl')).incidents
     assert incident['where']['level'] == 1
     assert incident['where']['module'] == 'bbox_head.scales.1'
 
@@ -56,12 +68,23 @@ def test_the_score_can_fail():
     right = dict(iter=case['step'], images=None, where=dict(
         head=expect['head'], phase=expect['phase'], op='conv2d',
         source='nowhere.py:1'))
-    said = faults.score(case, [right])
+    right.update(cause=dict(code='NF102'), action='skipped')
+    result = faults.Result([right], intact=False)
+    said = faults.score(case, result)
+    assert said['cause'] and said['action'] and said['state'] is False
+    assert said['patch'] is None and said['survived']
     assert said['head'] and said['phase'] and said['operation']
     assert said['source'] is False and said['image']
-    said = faults.score(case, [dict(right, iter=case['step'] - 1)])
+    said = faults.score(case, faults.Result(
+        [dict(right, iter=case['step'] - 1)]))
     assert not any(said.values())
-    assert not any(faults.score(case, []).values())
+    assert not any(faults.score(case, faults.Result([])).values())
+
+
+def test_a_patch_that_does_not_help_or_build_is_no_cure():
+    case = case_of('scale_growth_retinanet')
+    assert not faults.is_cured(case, 'optim_wrapper = dict()')
+    assert not faults.is_cured(case, 'optim_wrapper = dict(nanfix=dict(x=1))')
 
 
 def test_a_case_that_does_not_exist_is_misuse(capsys):

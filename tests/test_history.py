@@ -13,7 +13,7 @@ def made(optimizer=torch.optim.SGD, steps=0, norm=2., loss=1., **settings):
     settings.setdefault('lr', .1)
     history = History(optimizer(model.parameters(), **settings))
     for _ in range(steps):
-        history.accept({'loss': [torch.tensor(loss)]}, norm)
+        history.accept(norm, torch.tensor(loss))
     return history, model
 
 
@@ -31,7 +31,7 @@ def test_nothing_is_known_at_first():
                                         (math.nan, False)])
 def test_ten_times_the_largest_of_late_is_absurd(norm, sane):
     history, _ = made(steps=3)
-    history.accept({}, torch.tensor(1.))
+    history.accept(torch.tensor(1.))
     assert history.sane(norm) is sane
 
 
@@ -56,27 +56,33 @@ def test_a_loss_below_zero_has_not_grown():
     history, model = made(steps=9, loss=-.7)
     assert not history.readings(model)['growth'].bad
     history, model = made(steps=9, loss=0.)
-    history.accept({'loss': [torch.tensor(1.)]}, 2.)
+    history.accept(2., torch.tensor(1.))
     assert not history.readings(model)['growth'].bad
 
 
 def test_what_was_usual():
     history, _ = made(steps=3)
+    history.accept(50.)
     assert history.usual == 2. and history.usual_loss('loss') is None
-    history.accept({'loss': [torch.tensor(9.)]}, 50.)
-    assert history.usual == 2. and history.usual_loss('loss') == 1.
+    history, _ = made()
+    for index in range(40):
+        history.accept(1., None, {'loss': [torch.tensor(
+            9. if index == 30 else .5)] * 2})
+        # Terms are looked at now and then, and four times at least.
+        assert (history.usual_loss('loss') is None) is (index < 30)
+    assert history.usual_loss('loss') == 1.
     assert history.usual_loss('other') is None
 
 
 def test_a_norm_that_is_too_long_for_fp32_is_no_measure():
     history, _ = made(steps=1)
-    history.accept({}, math.inf)
+    history.accept(math.inf)
     assert history.largest == 2. and history.sane(1e30) is False
 
 
 def test_a_map_of_losses_is_not_kept():
     history, _ = made()
-    history.accept({'loss': [torch.ones(100, 100)]}, 1.)
+    history.accept(1., None, {'loss': [torch.ones(100, 100)]})
     (term, ) = history._losses[0]['loss']
     assert term.untyped_storage().nbytes() <= 8
 
@@ -84,7 +90,7 @@ def test_a_map_of_losses_is_not_kept():
 def test_only_the_last_steps_count():
     history, _ = made(steps=1, norm=1e6)
     for _ in range(50):
-        history.accept({}, 1.)
+        history.accept(1.)
     assert history.largest == 1.
 
 
@@ -95,7 +101,7 @@ def test_only_the_last_steps_count():
 def test_growth_is_against_what_was_usual(losses, norms, bad):
     history, model = made()
     for loss, norm in zip(losses, norms):
-        history.accept({'loss': [torch.tensor(loss / 2)] * 2}, norm)
+        history.accept(norm, torch.tensor(loss))
     reading = history.readings(model)['growth']
     assert reading.bad is bad
     if bad:
@@ -158,7 +164,7 @@ def test_the_largest_is_in_checkpoints_and_a_plain_number():
     again.load_state_dict(state)
     assert again.sane(20.) is True and again.sane(21.) is False
     for _ in range(50):
-        again.accept({}, 1.)
+        again.accept(1.)
     # It is forgotten like any other.
     assert again.largest == 1.
     again.load_state_dict({})
@@ -168,5 +174,6 @@ def test_the_largest_is_in_checkpoints_and_a_plain_number():
 def test_graphs_are_let_go():
     history, model = made()
     loss = model.rpn_head.out.weight.sum()
-    history.accept({'loss': [loss]}, 1.)
+    history.accept(1., loss, {'loss': [loss]})
     assert not history._losses[0]['loss'][0].requires_grad
+    assert not history._totals[0].requires_grad

@@ -135,7 +135,7 @@ def test_a_training_step_is_run_by_the_host():
     model, _, _ = setup()
     seen = []
 
-    def train_step(batch, on_loss):
+    def train_step(batch, on_loss, place):
         seen.append(batch)
         on_loss(model(batch['x'])['loss_cls'] / 0.)
 

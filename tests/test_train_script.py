@@ -91,8 +91,11 @@ def test_amp_flag_writes_the_per_head_log(tiny_config, tmp_path):
                                                               'loss_bbox'}
     lines = said_in(work)
     assert sum('guarding float16 (emulated)' in line for line in lines) == 1
-    assert sum('step skipped' in line for line in lines) == len(records)
-    assert f'{len(records)} of 4 optimizer steps' in lines[-1]
+    assert sum('step skipped' in line or 'step made again' in line
+               for line in lines) == len(records)
+    assert lines[-1].startswith('1 of 4 optimizer steps were skipped, 1 '
+                                'more were made again')
+    assert len(records) == 2
     assert main([str(work)]) == 1
 
 
