@@ -27,35 +27,51 @@ __all__ = ['FAULTS', 'Run']
 Batch = Dict[str, Any]
 
 
-def _weight(name: str, factor: float) -> Callable[[nn.Module, Batch], None]:
+def _weight(name: str, factor: float) -> 'Spoil':
 
-    def spoil(model: nn.Module, batch: Batch) -> None:
+    def spoil(run: 'Run', batch: Batch) -> None:
         with torch.no_grad():
-            model.get_parameter(name).mul_(factor)
+            run.model.get_parameter(name).mul_(factor)
 
     return spoil
 
 
-def _pixel(model: nn.Module, batch: Batch) -> None:
+def _pixel(run: 'Run', batch: Batch) -> None:
     batch['inputs'] = [image.float() for image in batch['inputs']]
     batch['inputs'][1][0, 40, 40] = float('nan')
 
 
-def _pixels(model: nn.Module, batch: Batch) -> None:
+def _pixels(run: 'Run', batch: Batch) -> None:
     batch['inputs'] = [image.float() for image in batch['inputs']]
     batch['inputs'][1] *= 1e6
 
 
-def _box(model: nn.Module, batch: Batch) -> None:
+def _box(run: 'Run', batch: Batch) -> None:
     boxes = batch['data_samples'][1].gt_instances.bboxes
     getattr(boxes, 'tensor', boxes)[0, 2] = float('nan')
 
 
-def _gradients(model: nn.Module, batch: Batch) -> None:
-    model.get_submodule('rpn_head.loss_cls').loss_weight = 1e7
+def _gradients(run: 'Run', batch: Batch) -> None:
+    run.model.get_submodule('rpn_head.loss_cls').loss_weight = 1e7
 
 
-FAULTS: Dict[str, Callable[[nn.Module, Batch], None]] = {
+def _scale(run: 'Run', batch: Batch) -> None:
+    run.wrapper._scale.scale = 2.**30
+    run.wrapper._rescale(2.**30)
+
+
+def _hot(run: 'Run', batch: Batch) -> None:
+    """A hidden layer leaves half's range, and nothing else does."""
+    head = run.model.get_submodule('roi_head.bbox_head')
+    with torch.no_grad():
+        head.shared_fcs[0].bias.add_(1.)
+        for value in head.shared_fcs[0].parameters():
+            value.mul_(2.**17)
+        head.shared_fcs[1].weight.div_(2.**17)
+
+
+Spoil = Callable[['Run', Batch], None]
+FAULTS: Dict[str, Spoil] = {
     'a NaN pixel': _pixel,
     'pixels a million times too large': _pixels,
     'a NaN box': _box,
@@ -65,6 +81,8 @@ FAULTS: Dict[str, Callable[[nn.Module, Batch], None]] = {
     'backbone overflows in the forward': _weight('backbone.conv1.weight',
                                                  1e5),
     'gradients of the RPN overflow': _gradients,
+    'the loss scale is too high (made again)': _scale,
+    'the box head leaves half (made again)': _hot,
 }
 
 
@@ -85,15 +103,14 @@ class Run:
         return time.perf_counter() - begin
 
 
-def _incident(model: nn.Module, batch: Batch,
-              spoil: Callable[[nn.Module, Batch], None]
+def _incident(model: nn.Module, batch: Batch, spoil: Spoil
               ) -> Tuple[float, float, int]:
     """Seconds of a healthy step and of one that fails; replays of it."""
     run = Run(model)
     healthy = statistics.median(
         [run.step(copy.deepcopy(batch), seed) for seed in range(5)][1:])
     bad = copy.deepcopy(batch)
-    spoil(run.model, bad)
+    spoil(run, bad)
     made: List[Any] = []
     original = replay.Replays.run
 
@@ -106,7 +123,7 @@ def _incident(model: nn.Module, batch: Batch,
         seconds = run.step(bad, 9)
     finally:
         replay.Replays.run = original  # type: ignore[method-assign]
-    if not run.wrapper.skipped:
+    if not run.wrapper._stop.total + run.wrapper._stop.saved:
         raise RuntimeError('the fault was none')
     return healthy, seconds, len(made)
 
@@ -130,7 +147,7 @@ def main() -> None:
     for step in range(steps):
         bad = copy.deepcopy(batch)
         if step % 100 == 50:
-            _pixels(model, bad)
+            _pixels(spoilt, bad)
         for index in (0, 1) if step % 2 else (1, 0):
             totals[index] += (fine, spoilt)[index].step(
                 copy.deepcopy(batch) if index == 0 else bad, step)

@@ -36,6 +36,9 @@ tensors               torch
 ``trial``             trials that tell why a forward raised
 ``annotations``       annotations that no loss can be computed from
 ``widening``          what is computed in fp32 right now
+``host``              what replays and retries need of a training's runner
+``config_places``     where in a config the modules of a model are
+``model_kinds``       kinds of models that are guarded otherwise
 ``fp32_parts``        parts of a model that run in fp32 as a whole
 ``regions``           methods of a model that run in fp32
 ``head_methods``      which these are

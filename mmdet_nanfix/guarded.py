@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from . import raisers
 from .arguments import device_of, split_settings
-from .head_methods import names_in
+from .host import Configured, Host
 from .journal import Journal, say, warn
+from .model_kinds import is_sharded, segfaults
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
 from .precision import not_compiled
 from .records import NonFiniteError
-from .replay import Configured, Host
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts
@@ -66,28 +66,6 @@ def _shared(value: Any, source: int) -> Any:
     box = [value]
     dist.broadcast_object_list(box, source)
     return box[0]
-
-
-def _holds(model: nn.Module, *names: str) -> bool:
-    """Whether a module of a model is of a class, or below one, so named."""
-    return any(base.__name__ in names for module in model.modules()
-               for base in type(module).__mro__)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP holds the parameters."""
-    return _holds(model, 'FullyShardedDataParallel')
-
-
-def _segfaults(model: nn.Module) -> bool:
-    """Whether a backward of NaN ends the process.
-
-    mmcv's deformable convolutions on a CPU index with what they sample at.
-    Known by the function that a layer calls: SAConv2d is none of them.
-    """
-    calls = {'deform_conv2d', 'modulated_deform_conv2d'}
-    return any(calls & names_in(kind, 'forward')
-               for kind in set(map(type, model.modules())))
 
 
 class Guarded(OptimWrapper):
@@ -148,12 +126,12 @@ class Guarded(OptimWrapper):
         if self._guard is not None:
             return self._guard
         self._whole = model
-        sharded = _is_sharded(model)
+        sharded = is_sharded(model)
         model = model.module if is_model_wrapper(model) else model
         # DDP in one process counts forwards too: one that raised would be
         # missing in its books.
         alone = dist.get_world_size() == 1 and model is self._whole
-        self._look_first = alone and _segfaults(model) and (
+        self._look_first = alone and segfaults(model) and (
             device_of(self.optimizer) == 'cpu')
         self._alone = alone
         widening = self._widening = Widening(
@@ -382,7 +360,7 @@ class Guarded(OptimWrapper):
     def _gradient_norm(self) -> Optional[Tensor]:
         """L2 norm of the gradients, unscaled; no device sync."""
         guard = self._guard
-        if guard is None or _is_sharded(guard.model):
+        if guard is None or is_sharded(guard.model):
             return None
         return guard.history.measure()
 
@@ -405,7 +383,7 @@ class Guarded(OptimWrapper):
         if self._guard is None or self._whole is None:
             return 'No weights were saved, since no model is known.'
         whole = self._whole
-        model = whole if _is_sharded(whole) else self._guard.model
+        model = whole if is_sharded(whole) else self._guard.model
         epoch, iteration = self._clock()
         return self._journal.save_weights(model, epoch, iteration,
                                           self.state_dict())

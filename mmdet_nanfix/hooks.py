@@ -25,8 +25,8 @@ from .engine import (
     StockAmpOptimWrapper,
 )
 from .finite import bad_tensors, can_be_checked
+from .host import Configured
 from .journal import warn
-from .replay import Configured
 from .transaction import Averages
 
 __all__ = [

@@ -4,13 +4,11 @@ The evidence is gathered while losses and gradients of the step are still
 there; replays come after what the step has changed was taken back.
 """
 import dataclasses
-import inspect
 from typing import (
     Any,
     Callable,
     Dict,
     List,
-    Mapping,
     Optional,
     Sequence,
     Set,
@@ -23,16 +21,18 @@ from torch import Tensor, nn
 from .advice import Known, advise
 from .buffers import WatchedBuffers
 from .causes import TITLES, Facts, Reading, Replay, verdict
+from .config_places import config_place, is_loss, weight_of
 from .evidence import first_look, origin_of, refined, where_raised
 from .experiments import Ground
 from .finite import Anchor, bad_tensors
 from .heads import Parts
 from .history import History
+from .host import Host
 from .locate import Locator
 from .origins import Record
 from .policy import LossScale
 from .records import Cause, HeadState, Incident, LossScaleChange, Where
-from .replay import Forward, Host
+from .replay import Forward
 from .search import Findings
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
@@ -348,7 +348,7 @@ class Inquiry:
         config = self._host.config
         key = found.term[0] if found.term else ''
         term = self._loss_module(found, key)
-        loss = where.module if where.module and _is_loss(
+        loss = where.module if where.module and is_loss(
             model, where.module) else None
         return Known(
             found=found, where=where, half=half,
@@ -358,10 +358,10 @@ class Inquiry:
             update_is_bad=facts.bad('update'), growth=facts.bad('growth'),
             eps=self._least_eps(), absurd=facts.bad('norm'),
             moments=facts.readings['moments'], term=term,
-            term_weight=_weight_of(model, term),
+            term_weight=weight_of(model, term),
             loss=loss, loss_type=type(
                 model.get_submodule(loss)).__name__ if loss else None,
-            place=lambda name: _config_place(model, name, config.model),
+            place=lambda name: config_place(model, name, config.model),
             clips_anew=config.clips_anew, by_hook=config.by_hook)
 
     def _least_eps(self) -> Optional[float]:
@@ -374,7 +374,7 @@ class Inquiry:
         outcome = found.outcome
         sites = outcome.owners.get(key, []) if outcome is not None else []
         return next((site.module for site in sites if site.module
-                     and _is_loss(self._model, site.module)), None)
+                     and is_loss(self._model, site.module)), None)
 
     def incident(self, where: Where, evidence: Evidence, found: Findings,
                  **settled: Any) -> Incident:
@@ -400,81 +400,6 @@ class Inquiry:
             ranks=evidence.ranks or None if self._agree is not None else (
                 None),
             origin=origin_of(found), replay=found.replay, **settled)
-
-
-def _is_loss(model: nn.Module, path: str) -> bool:
-    """Whether a module is called or named a loss."""
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return False
-    name = path.rpartition('.')[2]
-    return type(module).__name__.endswith('Loss') or name.startswith('loss')
-
-
-def _weight_of(model: nn.Module, path: Optional[str]) -> Optional[float]:
-    weight = getattr(model.get_submodule(path), 'loss_weight', None) if (
-        path) else None
-    return float(weight) if isinstance(weight, (int, float)) else None
-
-
-def _config_place(model: nn.Module, path: str,
-                  config: Optional[Mapping[str, Any]] = None
-                  ) -> Optional[Tuple[str, Mapping[str, Any]]]:
-    """Where below ``model`` of a config a module is, or None.
-
-    A list is replaced as a whole by a config: what is in one has no place
-    of its own. Of the others the place is the argument that the parent was
-    built with, which is not always called as the attribute is.
-
-    Args:
-        model: The model.
-        path: Of the module.
-        config: Of the model, where it is known.
-
-    Returns:
-        The place, and what must be written there besides a change: a
-        default, where the config says nothing.
-    """
-    place, parent = [], model
-    default: Any = {}
-    for part in path.split('.'):
-        if part in ('student', 'teacher') and parent is model:
-            # Both are the detector of the config.
-            name, default = 'detector', {}
-        else:
-            argument = _argument(type(parent), part)
-            if argument is None:
-                return None
-            name, default = argument.name, argument.default
-        place.append(name)
-        parent = parent.get_submodule(part)
-        if config is not None:
-            config = config.get(name, _NOTHING)
-            if not isinstance(config, Mapping):
-                return None
-    given = config is None or config is not _NOTHING
-    return '.'.join(place), {} if given or not isinstance(default, dict) \
-        else default
-
-
-#: Stands for a key that a config does not have, and for what is below it.
-_NOTHING: Mapping[str, Any] = {}
-
-
-def _argument(kind: type, attribute: str) -> Optional[inspect.Parameter]:
-    """The argument of a class that an attribute is made from, or None."""
-    known: Dict[str, inspect.Parameter] = {}
-    for base in reversed(kind.__mro__):
-        if '__init__' in vars(base) and base is not object:
-            known.update(inspect.signature(base).parameters)
-    if attribute in known:
-        return known[attribute]
-    losses = [name for name, argument in known.items()
-              if name.startswith('loss_')
-              and isinstance(argument.default, dict)]
-    return known[losses[0]] if attribute == 'criterion' and (
-        len(losses) == 1) else None
 
 
 def _worst(window: Sequence[MicroStep]

@@ -8,10 +8,10 @@ from .batches import Images, KeptBatch
 from .buffers import WatchedBuffers
 from .experiments import Ground, inquire
 from .finite import can_be_checked, is_finite
+from .host import Host
 from .provenance import Provenance
 from .replay import (
     Forward,
-    Host,
     Outcome,
     Replays,
     Request,

@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 
+from .host import Host
 from .inquiry import MicroStep
 from .records import Cause
-from .replay import Host
 from .search import Findings
 from .transaction import Transaction
 

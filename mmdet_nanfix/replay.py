@@ -5,18 +5,14 @@ same numbers to the last bit. Whatever it changes is taken back.
 """
 import contextlib
 import dataclasses
-import types
 from typing import (
     Any,
-    Callable,
-    ContextManager,
     Dict,
     FrozenSet,
     Iterator,
     List,
     Mapping,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
 )
@@ -28,17 +24,17 @@ from torch import Tensor, nn
 from .batches import KeptBatch
 from .finite import FillGauge, bad_tensors, is_finite, norm_of
 from .heads import loss_terms
+from .host import Host, OnLoss
 from .origins import Record
 from .provenance import Provenance
 from .sites import Site, is_library
 from .transaction import Rng, Transaction
 
 __all__ = [
-    'Configured', 'Forward', 'Host', 'Outcome', 'Replays', 'Request',
-    'Retries', 'can_replay', 'is_out_of_memory', 'said'
+    'Forward', 'Outcome', 'Replays', 'Request', 'can_replay',
+    'is_out_of_memory', 'said'
 ]
 
-OnLoss = Callable[..., None]
 Place = Tuple[str, Optional[str]]
 
 
@@ -144,84 +140,6 @@ class Outcome:
     norm: Optional[float] = None
     filled: Optional[float] = None
     losses: Dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Configured:
-    """What a config says, as far as a change of it must know.
-
-    Attributes:
-        clips_anew: Whether it has a ``clip_grad`` that is no dict of a norm,
-            so that nothing can be merged with it.
-        by_hook: Whether settings are those of the ``NanGuardHook``.
-        model: The config of the model, or None where it is not known.
-    """
-
-    clips_anew: bool = False
-    by_hook: bool = False
-    model: Optional[Mapping[str, Any]] = None
-
-
-class Retries(Protocol):
-    """Makes forwards and backwards again, with gradients that count."""
-
-    def at(self, scale: float, fp32: Sequence[str]) -> ContextManager[Any]:
-        """Region of a retry, at another loss scale and precision."""
-
-    def run(self, batch: Any, to_come: int,
-            carry: Callable[[Tensor], Tensor]) -> Any:
-        """Run the whole step of a batch, but for the update.
-
-        Args:
-            batch: The batch.
-            to_come: Number of backwards of the window after this one.
-            carry: Gives what to call ``backward`` on for a loss.
-
-        Returns:
-            What the model's training step returns for the log.
-        """
-
-    def found_inf(self) -> bool:
-        """Result of the check of the gradients, which are unscaled then."""
-
-    def norm(self) -> Optional[float]:
-        """Their L2 norm, unscaled."""
-
-
-@dataclasses.dataclass
-class Host:
-    """What a replay needs of whoever runs the training.
-
-    Attributes:
-        train_step: Runs the model's own step on a batch, without an
-            optimizer, and hands over the loss; None where there is none.
-            Its last argument is the place of the forward.
-        forward: Region that a forward runs in.
-        backward: Region that a backward runs in.
-        foreign: Modules of compiled functions that torch does not dispatch.
-        precision: Region of more precision, see :class:`Request`.
-        half: Whether the run is in half precision.
-        fp32: The setting of that name.
-        place: Number of backwards so far, when one begins.
-        retries: Makes a step again that is to count, or None.
-        config: What the run was configured with.
-        broadcast: Gives all processes a plain value of one of them; None
-            where there is one, or no way to.
-    """
-
-    train_step: Optional[Callable[[Any, OnLoss, int], None]] = None
-    forward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
-    backward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
-    foreign: Sequence[types.ModuleType] = ()
-    precision: Callable[[Sequence[str]], ContextManager[Any]] = (
-        lambda fp32: contextlib.nullcontext())
-    half: bool = False
-    fp32: Optional[str] = None
-    place: Callable[[], int] = lambda: 0
-    retries: Optional['Retries'] = None
-    config: 'Configured' = dataclasses.field(
-        default_factory=lambda: Configured())
-    broadcast: Optional[Callable[[Any, int], Any]] = None
 
 
 class Replays:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from .buffers import WatchedBuffers
 from .finite import Anchor, bad_tensors
 from .heads import loss_terms
+from .host import Host
 from .inquiry import Evidence, Inquiry, MicroStep
 from .picture import Undo
 from .policy import LossScale, LossScaleSettings, StopRule
 from .records import Cause, Counts, Incident
 from .remedies import Remedy, choose, retry
-from .replay import Host
 from .search import Findings
 from .sites import Site
 from .sticky import StickyParts

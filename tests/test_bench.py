@@ -142,3 +142,22 @@ def test_a_read_is_counted():
     with overhead.Calls() as calls:
         torch.ones(2).sum().item()
     assert calls.reads == 1 and calls.total >= 3
+
+
+def test_detectors_in_half_precision():
+    """The story of its users: which heads, why, and what scale fits."""
+    import detectors_fp16
+    made, scale, (incident, ) = detectors_fp16.guarded(
+        detectors_fp16.build(), steps=1)
+    assert incident['heads']['rpn_head']['bad_grads'] == []
+    for stage in range(3):
+        assert incident['heads'][f'roi_head.bbox_head.{stage}']['bad_grads']
+    assert incident['where']['phase'] == 'backward'
+    assert incident['where']['head'].startswith('roi_head.bbox_head.')
+    assert incident['where']['module'].endswith('.fc_cls')
+    assert incident['cause']['code'] == 'NF101'
+    assert f'at loss scale {scale:g} it does not come' in (
+        incident['cause']['evidence'][0])
+    assert incident['cause']['config_patch'] == (
+        f'optim_wrapper = dict(nanfix=dict(init_scale={scale}))')
+    assert scale == 16. and made == 0

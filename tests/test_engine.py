@@ -58,7 +58,7 @@ def test_names_resolve_by_scope():
     (dict(type='AdamW', lr=.01, fused=True), None)])
 def test_a_thousand_bad_steps_and_a_good_one(toy, optimizer, clip):
     wrapper = wrap(toy, optimizer=optimizer, clip_grad=clip,
-                   nanfix=dict(max_consecutive=None, max_incidents=50))
+                   nanfix=dict(max_consecutive=None, max_incidents=10))
     before = weights(toy)
     bad = [toy_batch(rpn=math.nan), toy_batch(box=1e37)]
     for index in range(1000):
@@ -76,12 +76,12 @@ def test_healthy_steps_equal_stocks(toy):
     scale = dict(init_scale=128., growth_interval=2)
     runs = []
     # Without a replay ours knows no more of an overflow than stock.
-    for kind, settings in (('AmpOptimWrapper', {}), (
+    for kind, more in (('AmpOptimWrapper', {}), (
             'NanSafeAmpOptimWrapper', dict(nanfix=dict(max_incidents=0)))):
         model = copy.deepcopy(toy)
         with stock_on_cpu():
             wrapper = wrap(model, kind, loss_scale=dict(scale),
-                           clip_grad=dict(max_norm=1.), **settings,
+                           clip_grad=dict(max_norm=1.), **more,
                            optimizer=dict(type='AdamW', lr=.01))
             logs = train(model, wrapper, *[
                 toy_batch(box=box) for box in (1., 2., 500., 1., 1., 3.)])

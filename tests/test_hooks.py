@@ -67,7 +67,7 @@ def differing(left, right):
 
 def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
          wrapper='AmpOptimWrapper', scope='mmdet', checkpoints=4,
-         optimizer=ADAM, **settings):
+         optimizer=ADAM, cfg=None, **settings):
     return Runner(
         model, str(tmp_path), experiment_name='-'.join(
             [*tmp_path.parts[-2:], name]),
@@ -80,7 +80,7 @@ def make(model, tmp_path, dataset, *, hooks=(), name='run', batches=8,
                            **settings),
         param_scheduler=dict(type='LinearLR', start_factor=.5, by_epoch=False,
                              begin=0, end=100),
-        default_scope=scope, custom_hooks=list(hooks),
+        default_scope=scope, custom_hooks=list(hooks), cfg=cfg,
         randomness=dict(seed=5),
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=1),
@@ -590,3 +590,17 @@ def test_the_losses_of_a_step_that_was_made_again_are_printed(tmp_path):
     assert [page for page in pages if any(
         not torch.isfinite(value).all() for key, value in page.items()
         if value.is_floating_point())] == []
+
+
+@pytest.mark.parametrize('clip, anew', [
+    ({}, False), (dict(clip_grad=None), True),
+    (dict(clip_grad=dict(max_norm=3.)), False),
+    (dict(clip_grad=dict(type='value', clip_value=3.)), True)])
+@pytest.mark.parametrize('by_hook', [False, True])
+def test_a_patch_knows_what_the_config_says(tmp_path, clip, anew, by_hook):
+    hooks = [dict(type='NanGuardHook', max_consecutive=9)] if by_hook else []
+    runner, _ = run(tmp_path, Batches(), batches=1, hooks=hooks, **clip,
+                    cfg=dict(optim_wrapper=clip, model=dict(type='X')))
+    told = runner.optim_wrapper.configured
+    assert (told.clips_anew, told.by_hook) == (anew, by_hook)
+    assert told.model == dict(type='X')

@@ -3,11 +3,8 @@ import math
 import pytest
 import torch
 from conftest import ToyDetector, toy_batch
-from families import build
 from mmengine.logging import MessageHub
 from test_engine import train, wrap
-
-from mmdet_nanfix.inquiry import _config_place
 
 
 def incidents_of(*batches, model=None, after=None, **settings):
@@ -96,29 +93,3 @@ def test_two_replays_that_disagree(pattern, code):
     found = incidents_of(toy_batch(), model=Chance(pattern))
     assert [incident.cause.code for incident in found] == [code]
     assert found[0].action == 'skipped'
-
-
-def test_an_attribute_may_be_called_otherwise_than_its_argument():
-    model = build('htc')
-    place, besides = _config_place(model, 'roi_head.semantic_head.criterion')
-    assert place == 'roi_head.semantic_head.loss_seg' and besides == {}
-    assert _config_place(model, 'roi_head.bbox_head.1.loss_cls') is None
-    # What no argument makes has no place.
-    assert _config_place(model, 'roi_head.semantic_head.conv_logits') is None
-
-
-@pytest.mark.parametrize('given, kept', [
-    (dict(rpn_head=dict(loss_cls=dict(type='X'))), set()),
-    (dict(rpn_head=dict()), {'type', 'use_sigmoid', 'loss_weight'}),
-    (None, set())])
-def test_what_the_config_does_not_say_is_written_as_a_whole(given, kept):
-    """A change alone would lose the type."""
-    place, besides = _config_place(
-        build('faster_rcnn'), 'rpn_head.loss_cls', given)
-    assert place == 'rpn_head.loss_cls' and set(besides) == kept
-
-
-def test_a_student_is_the_detector_of_the_config():
-    model = build('soft_teacher')
-    assert _config_place(model, 'student.rpn_head.loss_cls')[0] == (
-        'detector.rpn_head.loss_cls')

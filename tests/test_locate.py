@@ -6,8 +6,9 @@ from torch import nn
 
 from mmdet_nanfix.batches import KeptBatch
 from mmdet_nanfix.buffers import WatchedBuffers
+from mmdet_nanfix.host import Host
 from mmdet_nanfix.locate import Locator
-from mmdet_nanfix.replay import Forward, Host
+from mmdet_nanfix.replay import Forward
 from mmdet_nanfix.search import MOST
 from mmdet_nanfix.transaction import Rng, Transaction
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from mmdet_nanfix.batches import KeptBatch
+from mmdet_nanfix.host import Host
 from mmdet_nanfix.provenance import Provenance
-from mmdet_nanfix.replay import Forward, Host, Replays, Request, can_replay
+from mmdet_nanfix.replay import Forward, Replays, Request, can_replay
 from mmdet_nanfix.sites import Sites
 from mmdet_nanfix.transaction import Rng, Transaction
 

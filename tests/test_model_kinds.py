@@ -1,0 +1,22 @@
+import pytest
+import torch
+from mmcv.cnn import build_conv_layer
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from torch import nn
+
+from mmdet_nanfix.model_kinds import is_sharded, segfaults
+
+
+@pytest.mark.parametrize('layer, wanted', [
+    (lambda: DeformConv2dPack(2, 2, 3), True),
+    (lambda: ModulatedDeformConv2dPack(2, 2, 3), True),
+    # Of DetectoRS: calls the function itself.
+    (lambda: build_conv_layer(dict(type='SAC', use_deform=True), 2, 2, 3),
+     True),
+    (lambda: nn.Conv2d(2, 2, 3), False)])
+def test_what_ends_the_process_with_a_nan(layer, wanted):
+    assert segfaults(nn.Sequential(nn.Identity(), layer())) is wanted
+
+
+def test_a_model_that_is_no_shard():
+    assert not is_sharded(torch.nn.Linear(1, 1))
