@@ -32,7 +32,7 @@ from .locate import Locator
 from .origins import Record
 from .policy import LossScale
 from .records import Cause, HeadState, Incident, LossScaleChange, Where
-from .replay import Forward
+from .replay import Forward, said
 from .search import Findings
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
@@ -304,9 +304,14 @@ class Inquiry:
         """
         if found.replay == 'it began on another rank':
             return None
-        facts = self._facts(where, evidence, found)
-        code, lines = verdict(facts)
-        advice, patch = advise(code, self._known(where, facts, found))
+        try:
+            facts = self._facts(where, evidence, found)
+            code, lines = verdict(facts)
+            advice, patch = advise(code, self._known(where, facts, found))
+        except Exception as error:
+            # An optimizer or a loss of an unknown kind is worth no training.
+            code, lines, patch = 'NF113', [], None
+            advice = f'The verdict raised {said(error)}.'
         return Cause(code, TITLES[code], lines, advice, patch)
 
     def _facts(self, where: Where, evidence: Evidence,

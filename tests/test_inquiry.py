@@ -93,3 +93,12 @@ def test_two_replays_that_disagree(pattern, code):
     found = incidents_of(toy_batch(), model=Chance(pattern))
     assert [incident.cause.code for incident in found] == [code]
     assert found[0].action == 'skipped'
+
+
+def test_a_verdict_that_raises_ends_no_training(monkeypatch):
+    def strange(self, model):
+        raise KeyError('betas')
+
+    monkeypatch.setattr('mmdet_nanfix.history.History.readings', strange)
+    cause = cause_of(toy_batch(rpn=math.nan))
+    assert cause.code == 'NF113' and "KeyError: 'betas'" in cause.advice
