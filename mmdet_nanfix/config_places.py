@@ -64,9 +64,11 @@ def config_place(model: nn.Module, path: str,
             config = config.get(name, _NOTHING)
             if not isinstance(config, Mapping):
                 return None
-    given = config is None or config is not _NOTHING
-    return '.'.join(place), {} if given or not isinstance(default, dict) \
-        else default
+    if config is None or config is not _NOTHING:
+        return '.'.join(place), {}
+    # Else a change alone would say no type.
+    return ('.'.join(place), default) if isinstance(
+        default, dict) and 'type' in default else None
 
 
 #: Stands for a key that a config does not have, and for what is below it.

@@ -9,9 +9,7 @@ import functools
 from typing import (
     Any,
     Callable,
-    Dict,
     FrozenSet,
-    Iterable,
     Iterator,
     List,
     Optional,
@@ -22,7 +20,7 @@ from typing import (
 from torch import nn
 
 from . import regions
-from .precision import widened
+from .precision import not_compiled, widened
 
 __all__ = ['Part', 'install_part', 'switched']
 
@@ -80,46 +78,48 @@ def _of_part(original: Method) -> Method:
     return call
 
 
+@not_compiled
 def _call(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method in fp32; what it writes into arguments is kept."""
+    """Call a method in fp32.
+
+    What it puts into lists and dicts among its arguments is kept; what it
+    writes into other objects that hold half tensors is not.
+    """
     if regions.is_inside():
         return original(self, *args, **kwargs)
     wide = widened((args, kwargs))
-    pairs = list(_containers((args, kwargs), wide))
-    try:
-        return regions.enter(functools.partial(original, self), *wide)
-    finally:
-        for given, copy, entries in pairs:
-            _write_back(given, copy, entries)
+    copies = list(_copies((args, kwargs), wide))
+    out = regions.enter(functools.partial(original, self), *wide)
+    for given, copy, before in copies:
+        _write_back(given, copy, before)
+    return out
 
 
-def _containers(given: Any, copies: Any
-                ) -> Iterator[Tuple[Any, Any, Dict[Any, Any]]]:
-    """Lists and dicts among arguments that were copied, with entries."""
-    (args, kwargs), (wide, named) = given, copies
-    pairs = [*zip(args, wide), *((kwargs[key], named[key])
-                                 for key in kwargs)]
-    for value, copy in pairs:
-        if copy is not value and isinstance(copy, (list, dict)):
-            yield value, copy, dict(_entries(copy))
-
-
-def _entries(value: Any) -> Iterable[Tuple[Any, Any]]:
-    return list(value.items()) if isinstance(value, dict) else (
-        list(enumerate(value)))
-
-
-def _write_back(given: Any, copy: Any, before: Dict[Any, Any]) -> None:
-    """What a part has put into a copy, for the caller to see."""
-    after = dict(_entries(copy))
-    if len(after) != len(before) and isinstance(given, list):
-        given[:] = [given[key] if key in before and key < len(given)
-                    and before[key] is value else value
-                    for key, value in after.items()]
+def _copies(given: Any, copy: Any) -> Iterator[Tuple[Any, Any, Any]]:
+    """Lists and dicts that were copied, with what the copies began with."""
+    if copy is given or not isinstance(given, (list, dict, tuple)):
         return
-    for key, value in after.items():
+    if isinstance(given, (list, dict)):
+        yield given, copy, copy.copy()
+    keys = given if isinstance(given, dict) else range(len(given))
+    for key in list(keys):
+        yield from _copies(given[key], copy[key])
+
+
+def _write_back(given: Any, copy: Any, before: Any) -> None:
+    """What was put into a copy; what has stayed is the caller's own."""
+    keys = list(before) if isinstance(before, dict) else range(len(before))
+    own = {id(before[key]): given[key] for key in keys}
+    if isinstance(given, list):
+        if len(copy) != len(before) or any(
+                new is not old for new, old in zip(copy, before)):
+            given[:] = [own.get(id(item), item) for item in copy]
+        return
+    for key in [key for key in keys if key not in copy]:
+        del given[key]
+    for key, value in copy.items():
         if key not in before or before[key] is not value:
-            given[key] = value
+            given[key] = own.get(id(value), value)
 
 
 def install_part(part: nn.Module) -> Part:
@@ -147,11 +147,13 @@ def install_part(part: nn.Module) -> Part:
 
 
 def _layers(part: nn.Module) -> Iterator[nn.Module]:
-    """The outermost layers of torch that no method of the part holds."""
+    """The outermost that run a ``forward`` of torch, of a part or below."""
+    owner = next(kind for kind in type(part).__mro__
+                 if 'forward' in vars(kind))
     if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
         for child in part.children():
             yield from _layers(child)
-    elif _is_foreign(type(part)):
+    elif _is_foreign(owner):
         yield part
 
 

@@ -360,7 +360,7 @@ class Guarded(OptimWrapper):
     def _gradient_norm(self) -> Optional[Tensor]:
         """L2 norm of the gradients, unscaled; no device sync."""
         guard = self._guard
-        if guard is None or is_sharded(guard.model):
+        if guard is None or guard.sharded:
             return None
         return guard.history.measure()
 

@@ -99,8 +99,9 @@ class History:
         first = known[-1].device
         values = torch.stack([norm.detach().to(first, torch.float64)
                               for norm in known]).tolist()
-        # Finite gradients may be too long for fp32: they are no measure.
-        return [value for value in values if math.isfinite(value)]
+        # Finite gradients may be too long for fp32, and a step may have
+        # none: they are no measure.
+        return [value for value in values if 0 < value < math.inf]
 
     @property
     def largest(self) -> Optional[float]:

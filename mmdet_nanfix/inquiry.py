@@ -37,7 +37,10 @@ from .search import Findings
 from .transaction import Transaction, cuda_devices, has_room
 from .trial import Raised
 
-__all__ = ['Evidence', 'Inquiry', 'MicroStep']
+__all__ = ['ELSEWHERE', 'Evidence', 'Inquiry', 'MicroStep']
+
+#: Why there is no origin, where it is not of this process.
+ELSEWHERE = 'it began on another rank'
 
 Losses = Dict[str, List[Tensor]]
 Agree = Callable[[bool], List[int]]
@@ -206,7 +209,7 @@ class Inquiry:
             if ranks:
                 if not failed or (evidence.ranks
                                   and self._rank not in evidence.ranks):
-                    found.replay = 'it began on another rank'
+                    found.replay = ELSEWHERE
                 if self._agree and not evidence.ranks:
                     evidence.ranks = ranks
                 return found
@@ -302,7 +305,7 @@ class Inquiry:
         Returns:
             None where it began in another process.
         """
-        if found.replay == 'it began on another rank':
+        if found.replay == ELSEWHERE:
             return None
         try:
             facts = self._facts(where, evidence, found)

@@ -300,7 +300,7 @@ class _Run:
         total = sum(term.detach().mean() for terms in self._losses.values()
                     for term in terms)
         # A window divides it.
-        share = loss.detach() / total
+        share = loss.detach() / total if total != 0 else 1.
         for key, factor in self._asked.factors.items():
             for term in self._losses.get(key, ()):
                 loss = loss - (1 - factor) * share * term.mean()

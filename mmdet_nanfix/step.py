@@ -23,7 +23,7 @@ from .buffers import WatchedBuffers
 from .finite import Anchor, bad_tensors
 from .heads import loss_terms
 from .host import Host
-from .inquiry import Evidence, Inquiry, MicroStep
+from .inquiry import ELSEWHERE, Evidence, Inquiry, MicroStep
 from .picture import Undo
 from .policy import LossScale, LossScaleSettings, StopRule
 from .records import Cause, Counts, Incident
@@ -86,6 +86,7 @@ class GuardedStep:
         flag: 0 or NaN for the window so far, where no parameter carries it.
         buffers: Those that are watched, and those that are not.
         history: Of the accepted steps.
+        sharded: Whether parameters are shards.
     """
 
     def __init__(self,
@@ -108,7 +109,7 @@ class GuardedStep:
         self._clock = clock
         self._rank = rank
         self._agree = agree
-        self._sharded = sharded
+        self.sharded = sharded
         self._optimizer = optimizer
         self._anchor = Anchor(self._optimized)
         self._known: Tuple[Any, Set[int]] = ((), set())
@@ -204,7 +205,7 @@ class GuardedStep:
         flags = [self.buffers.flag(self._transaction.buffers(), loss.device),
                  *(flag.to(loss.device) for flag in poison)]
         flag = _sum([flag for flag in flags if flag is not None])
-        if not self._sharded:
+        if not self.sharded:
             attached = self._anchor.attach(loss, flag)
             if self._anchor.parameter is not None or (
                     self._agree is not None):
@@ -276,7 +277,7 @@ class GuardedStep:
             evidence.where.phase == 'buffers') else None
         self._transaction.rollback()
         can_step = self._can_step(window)
-        found = self._inquiry.find(evidence, before, self._sharded, can_step)
+        found = self._inquiry.find(evidence, before, self.sharded, can_step)
         where = self._inquiry.where(evidence, found)
         cause = self._inquiry.cause(where, evidence, found)
         remedy = self._remedy(cause, found, can_step)
@@ -301,7 +302,7 @@ class GuardedStep:
 
     def _can_step(self, window: List[MicroStep]) -> bool:
         """Whether the window can be made again; all ranks agree."""
-        here = self._host.retries is not None and not self._sharded and all(
+        here = self._host.retries is not None and not self.sharded and all(
             micro.forward is not None and micro.forward.whole_step
             and micro.forward.batch.can_be_had for micro in window)
         return not self._agree(not here) if self._agree else here
@@ -326,7 +327,7 @@ class GuardedStep:
         lowest scale fits all.
         """
         agree: Any = self._agree
-        failed = found.failed is not None and found.replay is None
+        failed = found.failed is not None and found.replay != ELSEWHERE
         ranks = agree(failed)
         if not ranks or agree(failed and own is None):
             return None

@@ -73,6 +73,46 @@ def test_what_it_writes_into_arguments_is_seen():
     assert feats[1] is kept and extra['half'].dtype == torch.float16
 
 
+class Mover(nn.Module):
+
+    def forward(self, feats, named, nested):
+        feats.insert(0, feats.pop() * 2)
+        del named['gone']
+        nested[0].append(feats[0])
+
+
+def test_what_moves_and_what_goes():
+    mover = Mover()
+    first, second = torch.ones(2).half(), torch.ones(2).half()
+    feats, named = [first, second], {'gone': first, 'kept': second}
+    nested = ([first], 1)
+    in_part(mover, lambda: mover(feats, named, nested))
+    assert feats[1] is first and feats[0].dtype == torch.float32
+    assert named == {'kept': second} and nested[0] == [first, feats[0]]
+
+
+class Chain(nn.Sequential):
+    """Its forward is torch's."""
+
+
+def test_a_class_with_a_forward_of_torch():
+    chain, other = Chain(nn.Linear(2, 2)), Chain(nn.Linear(2, 2))
+    x = torch.ones(2, 2)
+    assert in_part(chain, lambda: chain(x)).dtype == torch.float32
+    assert in_part(chain, lambda: other(x)).dtype == torch.float16
+
+
+@pytest.mark.parametrize('make', [Derived, lambda: nn.Linear(2, 2)])
+def test_a_compiled_model(make):
+    part = make()
+    compiled = torch.compile(lambda x: part(x) + 1, backend='eager')
+    x = torch.ones(2, 2)
+    for _ in range(2):
+        assert in_part(part, lambda: compiled(x)).dtype == torch.float32
+        with cuda_autocast():
+            assert compiled(x).dtype == torch.float16
+
+
 def test_methods_of_any_kind_are_what_they_were():
     part, other = Derived(), Derived()
     x = torch.ones(2, 2)

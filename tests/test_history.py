@@ -77,6 +77,7 @@ def test_what_was_usual():
 def test_a_norm_that_is_too_long_for_fp32_is_no_measure():
     history, _ = made(steps=1)
     history.accept(math.inf)
+    history.accept(0.)
     assert history.largest == 2. and history.sane(1e30) is False
 
 
