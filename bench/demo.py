@@ -191,7 +191,8 @@ def main() -> None:
                     os.path.dirname(os.path.dirname(log))], check=False)
     console.print(
         f'\nThe box head overflows half precision at 512. The guarded run '
-        f'lost {guarded["lost"]} steps finding that out and trains at '
+        f'lost {guarded["lost"]} of {guarded["steps"]} steps finding that '
+        'out and trains at '
         f'{guarded["scale"]:g}. Its log: {log}', markup=False)
     failure = check(stock, guarded, incidents)
     if failure:

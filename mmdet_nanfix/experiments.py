@@ -12,7 +12,7 @@ from .causes import DOMINANT, GROWTH, Replay
 from .finite import is_finite
 from .origins import Record
 from .replay import Outcome, Request
-from .search import Blame, Findings, Search, is_gone, look
+from .search import Blame, Findings, Search, choose, is_gone, look
 
 __all__ = ['Ground', 'inquire']
 
@@ -81,14 +81,16 @@ def inquire(images: Images, last_good: Optional[Images],
         The findings, ``replays`` among them.
     """
     trying = _Trying(images, ground, found)
-    goes_on = yield from look(found, raised, ground.alone)
-    trying.note_first()
-    if found.replay is not None and not goes_on:
+    if not (yield from look(found, raised)):
+        trying.note_first()
         if ground.alone and trying.first_failed is None:
             yield from trying.again()
         return found
     if found.failed == 'grads':
         yield from trying.scales()
+    # What a lower scale cures began wherever it was highest.
+    yield from choose(found, ground.alone and not trying.settled)
+    trying.note_first()
     if not trying.settled:
         yield from Blame(images, last_good, num_classes, found,
                          ground.alone).go()

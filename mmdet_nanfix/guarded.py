@@ -346,16 +346,21 @@ class Guarded(OptimWrapper):
         if self.clip_grad_kwargs:
             by_norm = getattr(self, 'grad_name', '') == 'grad_norm' and (
                 self.clip_grad_kwargs.get('norm_type', 2) == 2)
-            norm = None if by_norm else self._gradient_norm()
+            norm = None if by_norm else self._norm_if_due()
             self._clip_grad()
             if by_norm:
                 # Clipping has measured and read it.
                 known = self.message_hub.log_scalars.get('train/grad_norm')
                 norm = known.current() if known is not None else None
         else:
-            norm = self._gradient_norm()
+            norm = self._norm_if_due()
         self._apply(**kwargs)
         return norm
+
+    def _norm_if_due(self) -> Optional[Tensor]:
+        guard = self._guard
+        return self._gradient_norm() if (
+            guard is not None and guard.history.is_due) else None
 
     def _gradient_norm(self) -> Optional[Tensor]:
         """L2 norm of the gradients, unscaled; no device sync."""

@@ -24,7 +24,7 @@ from .finite import is_finite
 from .origins import Record
 from .replay import Outcome, Place, Request
 
-__all__ = ['Blame', 'Findings', 'MOST', 'is_gone', 'look', 'search']
+__all__ = ['Blame', 'Findings', 'MOST', 'choose', 'is_gone', 'look', 'search']
 
 # Replays with another batch; each costs about a step.
 _MOST = 6
@@ -105,19 +105,19 @@ def search(images: Images, last_good: Optional[Images],
         The findings.
     """
     found = found if found is not None else Findings()
-    if (yield from look(found, raised, alone)):
+    if (yield from look(found, raised)):
+        yield from choose(found, alone)
         yield from Blame(images, last_good, num_classes, found, alone).go()
     return found
 
 
-def look(found: Findings, raised: Optional[str], alone: bool
+def look(found: Findings, raised: Optional[str]
          ) -> Generator[Request, Outcome, bool]:
-    """Look for the origin.
+    """Look for origins.
 
     Args:
         found: Is filled in.
         raised: As for :func:`search`.
-        alone: As for :func:`search`.
 
     Returns:
         Whether the failure came again.
@@ -125,12 +125,7 @@ def look(found: Findings, raised: Optional[str], alone: bool
     outcome = yield Request(probe=True)
     found.outcome, found.failed = outcome, outcome.failed
     found.replay = _no_failure(outcome, raised)
-    if found.replay is not None:
-        return False
-    yield from _choose(outcome, found, alone)
-    if found.origin is None and outcome.failed != 'raised':
-        found.replay = 'no operation made it of what was finite'
-    return True
+    return found.replay is None
 
 
 def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
@@ -144,14 +139,21 @@ def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
     return None
 
 
-def _choose(outcome: Outcome, found: Findings, alone: bool
-            ) -> Generator[Request, Outcome, None]:
+def choose(found: Findings, trials: bool
+           ) -> Generator[Request, Outcome, None]:
     """Of several places, take one without which it does not fail.
 
     For an exception even of one: that something bad was at hand where it was
     raised is no proof. What was given that way cannot be tried, and comes
     after what can.
+
+    Args:
+        found: Is filled in.
+        trials: Whether to try; else the first is taken.
     """
+    outcome = found.outcome
+    if outcome is None:
+        return
     places: Dict[Any, Record] = {}
     for record in outcome.origins:
         # A layer that is shared by levels is one place.
@@ -159,7 +161,7 @@ def _choose(outcome: Outcome, found: Findings, alone: bool
     firsts = list(places.values())
     tried = [record for record in firsts if record.seen and not record.given]
     raised = outcome.failed == 'raised'
-    if alone and tried and (raised or len(firsts) > 1):
+    if trials and tried and (raised or len(firsts) > 1):
         proven = yield from _tried(tried, outcome, found)
         if proven is not None:
             firsts.remove(proven)
@@ -168,6 +170,8 @@ def _choose(outcome: Outcome, found: Findings, alone: bool
             firsts = [first for first in firsts if first.given]
     if firsts:
         found.origin, found.others = firsts[0], firsts[1:6]
+    elif not raised:
+        found.replay = 'no operation made it of what was finite'
 
 
 def _tried(records: List[Record], first: Outcome, found: Findings

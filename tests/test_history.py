@@ -88,6 +88,15 @@ def test_a_map_of_losses_is_not_kept():
     assert term.untyped_storage().nbytes() <= 8
 
 
+def test_norms_are_measured_now_and_then():
+    history, _ = made()
+    due = []
+    for _ in range(40):
+        due.append(history.is_due)
+        history.accept(None)
+    assert all(due[:20]) and due[20:] == [True, False, False, False] * 5
+
+
 def test_only_the_last_steps_count():
     history, _ = made(steps=1, norm=1e6)
     for _ in range(50):
