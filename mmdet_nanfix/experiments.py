@@ -88,17 +88,18 @@ def inquire(images: Images, last_good: Optional[Images],
         return found
     if found.failed == 'grads':
         yield from trying.scales()
-    # What a lower scale cures began wherever it was highest.
-    yield from choose(found, ground.alone and not trying.settled)
+    blame = Blame(images, last_good, num_classes, found, ground.alone)
+    # What a lower scale cures began wherever it was highest; and what a part
+    # in fp32 cures needs no other proof that it began there.
+    trials = ground.alone and not trying.settled
+    later = trials and trying.may_be_half(blame) and len(
+        found.outcome.origins if found.outcome else ()) == 1
+    yield from choose(found, trials and not later)
     trying.note_first()
+    together = ground.alone or ground.together
     if not trying.settled:
-        yield from Blame(images, last_good, num_classes, found,
-                         ground.alone).go()
-    if ground.alone and not trying.settled:
-        yield from trying.pixels()
-    if (ground.alone or ground.together) and not trying.settled:
-        yield from trying.precisions()
-    if (ground.alone or ground.together) and not trying.saves and any(
+        yield from trying.all_else(blame, later)
+    if together and not trying.saves and any(
             replay.gone for replay in found.replays.values()):
         # What was seen to help has helped, if it still comes without.
         yield from trying.again()
@@ -157,6 +158,20 @@ class _Trying:
             ground.sane(found.norm) is True)
 
     @property
+    def helped(self) -> bool:
+        """Whether more precision in a part of the model has helped."""
+        return any(self._found.replays[name].gone for name in (
+            'losses in fp32', 'heads in fp32', 'part in fp32')
+            if name in self._found.replays)
+
+    @property
+    def input_is_odd(self) -> bool:
+        """Whether pixels, or what they are normalised with, look bad."""
+        return self._is_normalised_oddly() or any(
+            tensor.is_floating_point() and _is_odd(tensor)
+            for _, tensor in self._images.pixels())
+
+    @property
     def is_open(self) -> bool:
         """Whether what is to blame is not known yet."""
         return self._given is None and not any(
@@ -184,6 +199,38 @@ class _Trying:
             gone, f'{words} it {"does not come" if gone else "comes as well"}'
             f'{after}')
         return outcome if gone else None
+
+    def may_be_half(self, blame: Blame) -> bool:
+        """Whether nothing in the batch looks bad: then fp32 comes first.
+
+        What that helps is no image's fault.
+        """
+        ground = self._ground
+        return (ground.alone or ground.together) and ground.half and not (
+            blame.suspects or self.input_is_odd)
+
+    def all_else(self, blame: Blame, unproven: bool) -> Asked:
+        """Image and annotation, pixels, precision.
+
+        Args:
+            blame: Looks for image and annotation.
+            unproven: Whether the origin was not tried yet.
+        """
+        ground = self._ground
+        together = ground.alone or ground.together
+        first = self.may_be_half(blame)
+        if first:
+            yield from self.precisions()
+        if self.helped:
+            return
+        if unproven:
+            self._found.origin = None
+            yield from choose(self._found, True)
+        yield from blame.go()
+        if ground.alone:
+            yield from self.pixels()
+        if together and not first:
+            yield from self.precisions()
 
     def again(self) -> Asked:
         """The control: nothing is changed."""

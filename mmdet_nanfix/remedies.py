@@ -4,7 +4,7 @@ Never with gradients that are absurd: at a low enough loss scale, or in fp32,
 those of any batch are finite, and a corrupt one would be applied.
 """
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -84,7 +84,8 @@ def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
     logged = None
     try:
         with retries.at(remedy.scale, remedy.fp32):
-            for index, forward in enumerate(_forwards(window)):
+            for index, micro in enumerate(window):
+                forward: Any = micro.forward
                 if index:
                     transaction.settle()
                 forward.rng.restore()
@@ -98,7 +99,3 @@ def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
         # No step is worth a training, least of all the memory.
         return None, None
     return logged, norm if norm is not None and sane(norm) is True else None
-
-
-def _forwards(window: Sequence[MicroStep]) -> List[Any]:
-    return [micro.forward for micro in window]

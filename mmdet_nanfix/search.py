@@ -245,6 +245,11 @@ class Blame:
         self._found = found
         self._left = max(_LEAST, _MOST - found.trials)
 
+    @property
+    def suspects(self) -> bool:
+        """Whether annotations look bad."""
+        return bool(self._bad)
+
     def go(self) -> Generator[Request, Outcome, None]:
         """Annotations first, then whole images."""
         origin, found = self._found.origin, self._found

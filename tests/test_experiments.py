@@ -326,3 +326,33 @@ def test_a_replay_that_cannot_be_made_shows_nothing():
     assert shown(found) == {'first': False}
     assert 'part in fp32: not made, the replay ran out of memory' in (
         found.tests)
+
+
+def test_what_a_part_in_fp32_helps_is_no_images_fault():
+    found, requests = walk(helped_by('head'), failing('loss'), batch(2),
+                           **HALF)
+    assert found.part == 'head' and found.images is None
+    assert all(request.batch is None for request in requests)
+    # Unless something in the batch looks bad: then that is tried first.
+    made = batch(2)
+    boxes(made, 1).zero_()
+    found, requests = walk(helped_by('head'), failing('loss'), made, **HALF)
+    assert requests[0].batch is not None and found.part == 'head'
+
+
+@pytest.mark.parametrize('helps, proven', [('head', True), ('nothing', False)])
+def test_what_raised_is_proven_by_a_part_in_fp32_or_by_a_trial(helps, proven):
+    def answer(request):
+        if request.mended or helps in request.fp32:
+            return Outcome(None, norm=1.)
+        return Outcome('raised', raised='E')
+
+    found, requests = walk(answer, failing('raised', raised='E'), batch(2),
+                           raised='E', **HALF)
+    assert found.origin is not None
+    assert any(request.mended for request in requests) is not proven
+    # An origin that nothing proves is none.
+    found, _ = walk(lambda request: Outcome('raised', raised='E'),
+                    failing('raised', raised='E'), batch(2), raised='E',
+                    **HALF)
+    assert found.origin is None

@@ -177,7 +177,7 @@ def test_a_corrupt_batch_of_a_detector_is_skipped():
     wrapper.initialize_count_status(model, 0, 9)
     incidents = []
     wrapper._journal.tell = incidents.append
-    batch = batch_for(model)
+    batch = batch_for(model, 96)
     train(model, wrapper, batch, batch)
     bad = copy.deepcopy(batch)
     bad['inputs'][1] = bad['inputs'][1].float() * 100
@@ -290,16 +290,7 @@ def test_a_rescue_that_fails_leaves_a_skipped_step(how, monkeypatch):
         # The replay was fine, the step itself is not.
         monkeypatch.setattr('mmdet_nanfix.standin.Retries.norm',
                             lambda self: 1e30)
-    torch.manual_seed(0)
-    MessageHub._instance_dict.clear()
-    model = ToyDetector()
-    wrapper = wrap(model)
-    wrapper.initialize_count_status(model, 0, 99)
-    incidents = []
-    wrapper._journal.tell = incidents.append
-    wrapper._guard.history._norms.append(1e9)
-    train(model, wrapper, toy_batch())
-    make_hot(model.rpn_head)
+    model, wrapper, incidents = hot(steps=0)
     before = copy.deepcopy(model.state_dict())
     train(model, wrapper, toy_batch())
     (incident, ) = incidents
