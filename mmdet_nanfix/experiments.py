@@ -58,6 +58,11 @@ class Ground:
     together: bool = False
     can_step: bool = False
 
+    @property
+    def can_widen(self) -> bool:
+        """Whether the same batch can be replayed at more precision."""
+        return self.alone or self.together
+
 
 def inquire(images: Images, last_good: Optional[Images],
             num_classes: Optional[int], raised: Optional[str],
@@ -83,7 +88,7 @@ def inquire(images: Images, last_good: Optional[Images],
     trying = _Trying(images, ground, found)
     if not (yield from look(found, raised)):
         trying.note_first()
-        if ground.alone and trying.first_failed is None:
+        if ground.alone and found.failed is None:
             yield from trying.again()
         return found
     if found.failed == 'grads':
@@ -92,14 +97,14 @@ def inquire(images: Images, last_good: Optional[Images],
     # What a lower scale cures began wherever it was highest; and what a part
     # in fp32 cures needs no other proof that it began there.
     trials = ground.alone and not trying.settled
-    later = trials and trying.may_be_half(blame) and len(
+    half_first = not trying.settled and trying.may_be_half(blame)
+    later = trials and half_first and len(
         found.outcome.origins if found.outcome else ()) == 1
     yield from choose(found, trials and not later)
     trying.note_first()
-    together = ground.alone or ground.together
     if not trying.settled:
-        yield from trying.all_else(blame, later)
-    if together and not trying.saves and any(
+        yield from trying.all_else(blame, half_first, later)
+    if ground.can_widen and not trying.saves and any(
             replay.gone for replay in found.replays.values()):
         # What was seen to help has helped, if it still comes without.
         yield from trying.again()
@@ -114,12 +119,6 @@ class _Trying:
         self._images = images
         self._ground = ground
         self._found = found
-
-    @property
-    def first_failed(self) -> Optional[str]:
-        """How the first replay failed."""
-        outcome = self._found.outcome
-        return outcome.failed if outcome is not None else None
 
     def note_first(self) -> None:
         """What the replay with the probe has shown."""
@@ -206,20 +205,20 @@ class _Trying:
         What that helps is no image's fault.
         """
         ground = self._ground
-        return (ground.alone or ground.together) and ground.half and not (
+        return ground.can_widen and ground.half and not (
             blame.suspects or self.input_is_odd)
 
-    def all_else(self, blame: Blame, unproven: bool) -> Asked:
+    def all_else(self, blame: Blame, half_first: bool,
+                 unproven: bool) -> Asked:
         """Image and annotation, pixels, precision.
 
         Args:
             blame: Looks for image and annotation.
+            half_first: Of :meth:`may_be_half`.
             unproven: Whether the origin was not tried yet.
         """
         ground = self._ground
-        together = ground.alone or ground.together
-        first = self.may_be_half(blame)
-        if first:
+        if half_first:
             yield from self.precisions()
         if self.helped:
             return
@@ -229,13 +228,13 @@ class _Trying:
         yield from blame.go()
         if ground.alone:
             yield from self.pixels()
-        if together and not first:
+        if ground.can_widen and not half_first:
             yield from self.precisions()
 
     def again(self) -> Asked:
         """The control: nothing is changed."""
         first = self._found.outcome
-        outcome = yield Request(until=first.failed if first else None)
+        outcome = yield Request(until=self._found.failed)
         if outcome.error is None and first is not None:
             gone = outcome.failed is None or is_gone(outcome, first)
             self._found.replays['again'] = Replay(gone, (
@@ -245,8 +244,7 @@ class _Trying:
     def scales(self) -> Asked:
         """One term of the loss lowered; all of it lowered."""
         found, ground = self._found, self._ground
-        if (ground.alone or ground.together) and (
-                yield from self._lowered_term()):
+        if ground.can_widen and (yield from self._lowered_term()):
             return
         if not ground.half or ground.scale <= ground.lowest:
             return
@@ -309,10 +307,9 @@ class _Trying:
                    tensor.is_floating_point() and _is_odd(tensor))]
         if odd:
             batch = self._images.with_pixels(odd, 0., _BRIGHTEST)
-            first = found.outcome
             yield from self._try(
                 'pixels repaired', 'with its pixels brought within 0 to 255',
-                Request(batch=batch, until=first.failed if first else None))
+                Request(batch=batch, until=found.failed))
         elif self.is_open and not blamed and self._is_normalised_oddly():
             yield from self._normalised()
 
@@ -369,10 +366,9 @@ class _Trying:
                     return
         if (yield from self._part()):
             return
-        first = found.outcome
         helped = yield from self._try(
             'all in fp32', 'with everything in fp32 and weights held still',
-            Request(fp32=('all', ), until=first.failed if first else None))
+            Request(fp32=('all', ), until=found.failed))
         if helped is not None:
             helped = yield from self._try(
                 'bfloat16', 'in bfloat16', Request(fp32=('bfloat16', )))
