@@ -21,6 +21,8 @@ from mmdet.registry import OPTIM_WRAPPERS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmdet_nanfix import emulation
+from mmdet_nanfix.cpu_scaler import CpuGradScaler
+from mmdet_nanfix.torch_support import HAS_CPU_SCALER
 
 __all__ = ['stock_on_cpu']
 
@@ -41,7 +43,8 @@ def stock_on_cpu() -> Iterator[None]:
 
     In it mmdet's scope resolves ``AmpOptimWrapper`` to the stock class too.
     """
-    scaler = functools.partial(torch.amp.GradScaler, 'cpu')
+    scaler: Any = functools.partial(torch.amp.GradScaler, 'cpu') if (
+        HAS_CPU_SCALER) else CpuGradScaler
     unshadowed = {
         name: kind for name, kind in OPTIM_WRAPPERS.module_dict.items()
         if name != 'AmpOptimWrapper'}

@@ -4,8 +4,10 @@ from typing import Any, Dict, List, Optional, Union
 
 import torch
 
+from .cpu_scaler import CpuGradScaler
 from .policy import LossScaleSettings
 from .regions import MODES
+from .torch_support import HAS_CPU_SCALER
 
 __all__ = [
     'Settings', 'checked_dtype', 'device_of', 'scaler_for', 'split_settings'
@@ -121,17 +123,19 @@ def scaler_for(device: str, use_fsdp: bool, scale: float) -> Any:
     """Torch's scaler: it scales, unscales and finds; we decide.
 
     Raises:
-        RuntimeError: Half precision on a CPU with an old torch.
+        RuntimeError: Shards on a CPU with an old torch.
     """
     if use_fsdp:
         from torch.distributed.fsdp.sharded_grad_scaler import (
             ShardedGradScaler,
         )
-        elsewhere = {} if device == 'cuda' else {'device': device}
-        return ShardedGradScaler(init_scale=scale, **elsewhere)
-    if device == 'cpu' and not hasattr(torch, 'get_autocast_dtype'):
-        raise RuntimeError('Half precision on a CPU needs torch 2.4 or newer,'
-                           f' but this is torch {torch.__version__}')
-    if hasattr(torch.amp, 'GradScaler'):
+        if device == 'cuda':
+            return ShardedGradScaler(init_scale=scale)
+        if not HAS_CPU_SCALER:
+            raise RuntimeError('FSDP with a loss scale on a CPU needs torch '
+                               f'2.3, but this is torch {torch.__version__}')
+        return ShardedGradScaler(device, init_scale=scale)
+    if HAS_CPU_SCALER:
         return torch.amp.GradScaler(device, init_scale=scale)
-    return torch.cuda.amp.GradScaler(init_scale=scale)
+    kind = CpuGradScaler if device == 'cpu' else torch.cuda.amp.GradScaler
+    return kind(init_scale=scale)

@@ -22,7 +22,8 @@ from typing import (
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .torch_support import tree_leaves
 
 __all__ = [
     'Anchor', 'FillGauge', 'bad_tensors', 'can_be_checked', 'describe',

@@ -1,7 +1,7 @@
 """CUDA autocast's lists of operations, as kernels for a CPU.
 
-Source of the lists: ``ATen/autocast_mode.h`` of PyTorch. Each kernel is what
-that header says of its list, with one difference: an operation that a GPU
+Each kernel is what the header of the lists (:mod:`~mmdet_nanfix.op_lists`)
+says of its list, with one difference: an operation that a GPU
 runs on half tensor cores is computed as they do it, inputs rounded to half,
 products summed in fp32, the result rounded to half. Autograd rounds the
 gradients at the same casts. An operation made of several products (a chain
@@ -12,72 +12,45 @@ through, and runs in the dtype that it is given. The CPU's half kernels
 compute in fp32 and round once, like CUDA's, but for sums that they gather
 step by step (``index_add``, ``index_put`` with accumulation, and their like),
 which stop growing where a step is below half a unit in the last place.
+
+Before torch 2.4 the CPU has no half kernels for most of these operations. A
+region with autocast disabled keeps ours in use there, which compute in fp32
+and round then.
 """
+import contextlib
 import functools
 import threading
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
 
-__all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
+from . import op_lists
+from .autocast_switch import STATE, autocast_dtype
+from .torch_support import (
+    AUTOCAST_BY_DEVICE,
+    HALVES,
+    excluding,
+    fallthrough_kernel,
+)
 
-# Run in half: inputs rounded to the autocast dtype, fp32 accumulation.
-LOWER = ('_convolution _convolution.deprecated '
-         '_scaled_dot_product_flash_attention _thnn_fused_gru_cell '
-         '_thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm '
-         'chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d '
-         'conv_transpose2d.input conv_transpose3d.input convolution einsum '
-         'gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm '
-         'mv prelu rnn_relu_cell rnn_tanh_cell '
-         'scaled_dot_product_attention').split()
-
-# Sent to cuDNN on a GPU, whose binding casts everything to half by itself.
-# cuDNN's state between time steps, in half too, is kept in fp32 here.
-LOWER_CUDNN = ('gru.data gru.input lstm.data lstm.input rnn_relu.data '
-               'rnn_relu.input rnn_tanh.data rnn_tanh.input').split()
-
-# Run in fp32: half inputs are widened first.
-FP32 = ('_upsample_bicubic2d_aa _upsample_bilinear2d_aa '
-        '_upsample_nearest_exact1d _upsample_nearest_exact2d '
-        '_upsample_nearest_exact3d acos asin '
-        'binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss '
-        'cosine_similarity dist erfinv exp expm1 frobenius_norm.dim '
-        'group_norm hinge_embedding_loss huber_loss kl_div l1_loss '
-        'layer_norm log log10 log1p log2 logsumexp margin_ranking_loss '
-        'mse_loss multi_margin_loss multilabel_margin_loss '
-        'native_layer_norm nll_loss nll_loss2d nuclear_norm '
-        'nuclear_norm.dim pdist poisson_nll_loss pow.Scalar '
-        'pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm '
-        'rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan '
-        'triplet_margin_loss upsample_bicubic2d upsample_bilinear2d '
-        'upsample_linear1d upsample_nearest1d upsample_nearest2d '
-        'upsample_nearest3d upsample_trilinear3d').split()
-
-# Reductions that take an output dtype: fp32 where the caller names none.
-FP32_OUTPUT = ('cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord '
-               'linalg_vector_norm log_softmax.int prod prod.dim_int '
-               'softmax.int sum sum.dim_IntList').split()
-
-# Overloads without an output dtype: sent to the overload that has one.
-FP32_APPEND = {'norm.Scalar': 'norm.ScalarOpt_dtype',
-               'norm.ScalarOpt_dim': 'norm.ScalarOpt_dim_dtype'}
-
-# Run in the widest dtype among the inputs.
-PROMOTE = ('addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put '
-           'scatter_add tensordot vdot').split()
-
-BANNED = ('binary_cross_entropy', )
-
-# On no list of CUDA's. Without weights the CPU keeps their statistics in
-# half, where CUDA keeps them in fp32: a variance above 65504 would be inf.
-UNWEIGHTED_NORMS = ('batch_norm', 'instance_norm')
-
-# On no list of CUDA's, which has half kernels where the CPU has none.
-NO_HALF_ON_CPU = ('avg_pool3d', 'rrelu')
+__all__ = [
+    'CastCache', 'computing', 'half_kernels', 'passed_on',
+    'stock_only'
+]
 
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_below_autocast = functools.partial(torch._C._ExcludeDispatchKeyGuard, _BELOW)
+_below_autocast = functools.partial(excluding, _BELOW)
 
 Kernel = Callable[..., Any]
 
@@ -101,6 +74,17 @@ def computing() -> Tuple[Optional[str], int]:
     on a GPU; the rounding of an fp32 input in front of it is another.
     """
     return _COMPUTING.name, _COMPUTING.count
+
+
+@contextlib.contextmanager
+def _as_one(name: str) -> Iterator[None]:
+    """Region whose operations are one on a GPU."""
+    outer, _COMPUTING.name = _COMPUTING.name, name
+    _COMPUTING.count += 1
+    try:
+        yield
+    finally:
+        _COMPUTING.name = outer
 
 
 class CastCache:
@@ -129,17 +113,14 @@ class CastCache:
                 and torch.is_autocast_cache_enabled()
                 and torch.is_grad_enabled()):
             return tensor.to(dtype)
-        known, copy = self._copies.get(id(tensor), (None, None))
-        if known is not tensor or copy is None or copy.dtype != dtype:
+        # The address of the tensor itself: before torch 2.4 (seen in 2.0.1
+        # and 2.1.2) a kernel gets another Python object in each call. It is
+        # not given away while the tensor is kept.
+        _, copy = self._copies.get(tensor._cdata, (None, None))
+        if copy is None or copy.dtype != dtype:
             copy = tensor.to(dtype)
-            self._copies[id(tensor)] = (tensor, copy)
+            self._copies[tensor._cdata] = (tensor, copy)
         return copy
-
-
-def _autocast_dtype() -> torch.dtype:
-    if hasattr(torch, 'get_autocast_dtype'):
-        return torch.get_autocast_dtype('cpu')
-    return torch.get_autocast_cpu_dtype()
 
 
 def _eligible(value: Any) -> bool:
@@ -164,11 +145,24 @@ def _cast(args: Any, kwargs: Dict[str, Any],
             {key: _map(function, value) for key, value in kwargs.items()})
 
 
+def _dtypes(*values: Any) -> Set[torch.dtype]:
+    """Return the dtypes of the eligible tensors among arguments."""
+    found = set()
+
+    def look(tensor: Tensor) -> Tensor:
+        found.add(tensor.dtype)
+        return tensor
+
+    for value in values:
+        _map(look, list(value.values()) if isinstance(value, dict) else value)
+    return found
+
+
 def _lower(op: Kernel, cache: CastCache) -> Kernel:
-    name = _name(op).partition('.')[0].lstrip('_')
+    name = _packet(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = _autocast_dtype()
+        dtype = autocast_dtype()
         with _below_autocast():
             seen: List[bool] = []
 
@@ -177,14 +171,10 @@ def _lower(op: Kernel, cache: CastCache) -> Kernel:
                 return cache.cast(tensor, dtype)
 
             args, kwargs = _cast(args, kwargs, rounded)
-            outer, _COMPUTING.name = _COMPUTING.name, name
-            _COMPUTING.count += 1
-            try:
+            with _as_one(name):
                 args, kwargs = _cast(args, kwargs, Tensor.float)
                 out = op(*args, **kwargs)
                 return _map(lambda t: t.to(dtype), out) if seen else out
-            finally:
-                _COMPUTING.name = outer
 
     return kernel
 
@@ -200,6 +190,7 @@ def _fp32(op: Kernel) -> Kernel:
 
 
 def _fp32_output(op: Kernel) -> Kernel:
+    named = op if AUTOCAST_BY_DEVICE else _fp32_inside(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
@@ -207,10 +198,10 @@ def _fp32_output(op: Kernel) -> Kernel:
                 dtype_at = _positional_dtype(op)
                 if dtype_at is not None and len(args) > dtype_at:
                     if args[dtype_at] is not None:
-                        return op(*args, **kwargs)
+                        return named(*args, **kwargs)
                     args = args[:dtype_at]
                 kwargs['dtype'] = torch.float32
-            return op(*args, **kwargs)
+            return named(*args, **kwargs)
 
     return kernel
 
@@ -225,7 +216,7 @@ def _positional_dtype(op: Any) -> Optional[int]:
 
 
 def _fp32_append(op: Kernel) -> Kernel:
-    with_dtype = _overload(FP32_APPEND[_name(op)])
+    with_dtype = _overload(op_lists.FP32_APPEND[_name(op)])
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
@@ -240,24 +231,21 @@ def _fp32_append(op: Kernel) -> Kernel:
 
 
 def _promote(op: Kernel) -> Kernel:
+    # These gather in half on a GPU too, step by step.
+    inside = op if AUTOCAST_BY_DEVICE or _packet(op) in (
+        'index_put', 'scatter_add') else _fp32_inside(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtypes = set()
-
-        def look(tensor: Tensor) -> Tensor:
-            dtypes.add(tensor.dtype)
-            return tensor
-
         with _below_autocast():
-            _cast(args, kwargs, look)
-            if not dtypes <= {torch.float32, _autocast_dtype()}:
+            dtypes = _dtypes(args, kwargs)
+            if not dtypes <= {torch.float32, autocast_dtype()}:
                 raise RuntimeError(
                     'Expected floating inputs to be fp32 or '
-                    f'{_autocast_dtype()} under CUDA autocast, and so under '
+                    f'{autocast_dtype()} under CUDA autocast, and so under '
                     f'its emulation, but got {sorted(map(str, dtypes))}')
             if len(dtypes) > 1:
                 args, kwargs = _cast(args, kwargs, Tensor.float)
-            return op(*args, **kwargs)
+            return inside(*args, **kwargs)
 
     return kernel
 
@@ -284,24 +272,82 @@ def _name(op: Any) -> str:
     return packet if overload == 'default' else f'{packet}.{overload}'
 
 
+def _packet(op: Any) -> str:
+    """Return the name of an operation as a person knows it."""
+    return _name(op).partition('.')[0].lstrip('_')
+
+
 def _fp32_inside(op: Kernel) -> Kernel:
+    """Compute in fp32, and round to the dtype of the inputs.
+
+    For an operation that a GPU has a half kernel for. Inputs of several
+    dtypes are left to torch, which promotes or refuses them.
+    """
+    name = _packet(op)
+
+    def single(value: Any) -> Any:
+        is_half = isinstance(value, torch.dtype) and value in HALVES
+        return torch.float32 if is_half else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            if _eligible(args[0]):
-                return op(args[0].float(), *args[1:], **kwargs).to(
-                    args[0].dtype)
-            return op(*args, **kwargs)
+            dtypes = _dtypes(args, kwargs)
+            named = next((value for value in (*args, *kwargs.values())
+                          if isinstance(value, torch.dtype)), None)
+            if len(dtypes) != 1 or not dtypes <= set(HALVES) or (
+                    named not in (None, *HALVES)):
+                return op(*args, **kwargs)
+            (dtype, ) = dtypes if named is None else {named}
+            with _as_one(name):
+                args, kwargs = _cast(args, kwargs, Tensor.float)
+                out = op(*map(single, args), **{
+                    key: single(value) for key, value in kwargs.items()})
+                return _map(lambda tensor: tensor.to(dtype), out)
 
     return kernel
 
 
-def _unweighted_norm(op: Kernel) -> Kernel:
-    inside = _fp32_inside(op)
+def _switched(kernel: Kernel, op: Kernel) -> Kernel:
+    """Leave an operation to the GPU's own kernel where autocast is off."""
+    off = _fp32_inside(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (kernel if STATE.enabled else off)(*args, **kwargs)
+
+    return call
+
+
+def _norm(op: Kernel) -> Kernel:
+    """Compute in fp32 what the CPU would keep in half, or cannot.
+
+    The statistics are written to in their own dtype.
+    """
+
+    def kernel(input: Any, *args: Any) -> Any:  # noqa: A002
+        weight, bias, *statistics = args[:4]
+        with _below_autocast():
+            if not _eligible(input) or (AUTOCAST_BY_DEVICE
+                                        and weight is not None):
+                return op(input, *args)
+            wide = [_map(Tensor.float, value) for value in statistics]
+            out = op(input.float(), *(_map(Tensor.float, value)
+                                      for value in (weight, bias)), *wide,
+                     *args[4:])
+            for kept, value in zip(statistics, wide):
+                if value is not None and kept.dtype != value.dtype:
+                    kept.copy_(value)
+            return _map(lambda tensor: tensor.to(input.dtype), out)
+
+    return kernel
+
+
+def passed_on(name: str) -> Kernel:
+    """Return the kernel of an overload that autocast has no say in."""
+    if fallthrough_kernel is not None:
+        return fallthrough_kernel
+    op = _overload(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if len(args) < 2 or args[1] is None:
-            return inside(*args, **kwargs)
         with _below_autocast():
             return op(*args, **kwargs)
 
@@ -332,18 +378,24 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
         ``{'conv2d': kernel, 'norm.Scalar': kernel, ...}``.
     """
     lower = functools.partial(_lower, cache=cache)
-    makers = [(LOWER, lower), (LOWER_CUDNN, lower), (FP32, _fp32),
-              (FP32_OUTPUT, _fp32_output), (FP32_APPEND, _fp32_append),
-              (PROMOTE, _promote), (BANNED, _banned),
-              (UNWEIGHTED_NORMS, _unweighted_norm),
-              (NO_HALF_ON_CPU, _fp32_inside)]
+    lists: List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]] = [
+        (op_lists.LOWER, lower), (op_lists.LOWER_CUDNN, lower),
+        (op_lists.FP32, _fp32), (op_lists.FP32_OUTPUT, _fp32_output),
+        (op_lists.FP32_APPEND, _fp32_append), (op_lists.PROMOTE, _promote),
+        (op_lists.BANNED, _banned)]
+    off_too = [(op_lists.NORMS, _norm), (op_lists.NO_HALF_ON_CPU,
+                                         _fp32_inside)]
+    if not AUTOCAST_BY_DEVICE:
+        off_too.append((op_lists.NO_HALF_BEFORE_24, _fp32_inside))
     kernels: Dict[str, Kernel] = {}
-    for names, maker in makers:
+    for names, maker in (*lists, *off_too):
         for name in names:
             try:
                 op = _overload(name)
             except AttributeError:
                 # An older torch lacks the newest operations.
                 continue
-            kernels[name] = maker(op)  # type: ignore[operator]
+            kernels[name] = maker(op)
+            if not (AUTOCAST_BY_DEVICE or (names, maker) in off_too):
+                kernels[name] = _switched(kernels[name], op)
     return kernels

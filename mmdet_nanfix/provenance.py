@@ -33,12 +33,12 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
 )
-from torch.utils._pytree import tree_leaves
 
 from .finite import describe, is_finite
 from .half_ops import computing
 from .origins import Record, Span, bad_rows, module_of, span_of
 from .sites import Site, Sites
+from .torch_support import tree_leaves
 
 __all__ = ['Provenance']
 

@@ -15,10 +15,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from .annotations import BadAnnotation, bad_annotations, repaired
 from .sites import Site, Sites, is_library
+from .torch_support import tree_leaves
 from .transaction import Rng
 
 __all__ = ['FiniteOnly', 'Raised', 'why']

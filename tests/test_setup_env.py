@@ -42,8 +42,8 @@ def failing_pip(tmp_path, output):
     root = tmp_path / 'checkout'
     for folder in ('tools', '.ci', '.venv/bin'):
         (root / folder).mkdir(parents=True)
-    for name in ('tools/setup_env.py', '.ci/requirements-main.txt', 'setup.cfg',
-                 'pyproject.toml'):
+    for name in ('tools/setup_env.py', '.ci/requirements-main.txt',
+                 'setup.cfg', 'pyproject.toml'):
         with open(os.path.join(ROOT, name)) as file:
             (root / name).write_text(file.read())
     (root / '.venv/bin/pip').write_text('')

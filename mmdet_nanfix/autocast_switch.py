@@ -1,0 +1,253 @@
+"""Torch's autocast, with the name ``cuda`` meaning the CPU.
+
+While the emulation is registered, ``autocast('cuda')`` regions of the hosts
+mean the CPU, and questions about CUDA's autocast are answered for it.
+
+Before torch 2.4 the CPU's autocast takes bfloat16 only: it is refused half
+where a region is made, and again where it is entered. There torch is left at
+bfloat16, and the dtype that a region asks for is kept here, for the kernels
+that round to it. Nor are there half kernels for most operations, with
+autocast or without. So it stays on in disabled regions, and whether it is on
+is kept here too.
+"""
+import threading
+from typing import Any, Callable, Iterator, Optional, Tuple
+
+import torch
+from torch.amp import autocast_mode
+from torch.cuda.amp import autocast_mode as cuda_autocast_mode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
+
+from .torch_support import AUTOCAST_BY_DEVICE, HALVES
+
+__all__ = ['STATE', 'Patch', 'autocast_dtype', 'patches']
+
+#: Where, which name, and how the replacement is made of the original.
+Patch = Tuple[Any, str, Callable[[Any], Any]]
+
+_is_on_cpu = torch.is_autocast_cpu_enabled
+_switch_on_cpu = torch.set_autocast_cpu_enabled
+# ``custom_fwd`` has moved with torch 2.4.
+_FUNCTIONS: Any = autocast_mode if AUTOCAST_BY_DEVICE else cuda_autocast_mode
+
+
+class _State(threading.local):
+    """What this thread's autocast is about.
+
+    Attributes:
+        regions: How many emulated regions it is in.
+        depth: How many regions of torch's, enabled or not.
+        dtype: Of the CPU's autocast, where torch cannot keep it.
+        enabled: Whether it is on, where torch keeps it on in disabled
+            regions too.
+    """
+
+    regions = 0
+    depth = 0
+    dtype = torch.bfloat16
+    enabled = False
+
+
+STATE = _State()
+
+
+def autocast_dtype() -> torch.dtype:
+    """Return the dtype of the CPU's autocast in this thread."""
+    if AUTOCAST_BY_DEVICE:
+        return torch.get_autocast_dtype('cpu')
+    return STATE.dtype
+
+
+def _gpu_dtype() -> torch.dtype:
+    """Return the dtype that CUDA's autocast is taken to have."""
+    # Outside of all regions, CUDA's default.
+    return autocast_dtype() if STATE.regions else torch.float16
+
+
+def _keep_dtype(dtype: torch.dtype) -> None:
+    STATE.dtype = dtype
+
+
+def _cpu_region(original: Any) -> Any:
+
+    def __init__(self: Any, device_type: str, dtype: Any = None,  # noqa: N807
+                 enabled: Any = True, cache_enabled: Any = None) -> None:
+        wanted = dtype
+        if device_type == 'cuda':
+            # CUDA takes any dtype.
+            device_type, wanted = 'cpu', dtype or _gpu_dtype()
+        elif device_type != 'cpu' or (dtype or autocast_dtype()) not in HALVES:
+            original(self, device_type, dtype, bool(enabled), cache_enabled)
+            return
+        # The one dtype that every version takes on a CPU.
+        original(self, 'cpu', torch.bfloat16, bool(enabled), cache_enabled)
+        self.fast_dtype = wanted or autocast_dtype()
+
+    return __init__
+
+
+def _cpu_enter(original: Any) -> Any:
+    """Regions that were made before the registration count too."""
+
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        self.__dict__.setdefault('_nanfix_devices', []).append(self.device)
+        if self.device == 'cuda':
+            self.device = 'cpu'
+        if not STATE.depth and not AUTOCAST_BY_DEVICE:
+            # Of a region of torch's own around the registration.
+            STATE.enabled = _is_on_cpu()
+        STATE.depth += 1
+        out = original(self)
+        self.prev = bool(self.prev)
+        return out
+
+    return __enter__
+
+
+def _cpu_exit(original: Any) -> Any:
+
+    def __exit__(self: Any, *exc: Any) -> Any:  # noqa: N807
+        devices = self.__dict__.get('_nanfix_devices')
+        STATE.depth -= bool(devices)
+        out = original(self, *exc)
+        if devices:
+            self.device = devices.pop()
+        return out
+
+    return __exit__
+
+
+def _regions() -> Iterator[Patch]:
+    yield autocast_mode.autocast, '__init__', _cpu_region
+    yield autocast_mode.autocast, '__enter__', _cpu_enter
+    yield autocast_mode.autocast, '__exit__', _cpu_exit
+
+
+class _TorchForFunctions:
+    """``torch`` as ``custom_fwd`` sees it: it remembers what it is told."""
+
+    def __init__(self, held: Callable[[], Any]) -> None:
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def is_autocast_enabled(self, *device_type: str) -> Any:
+        """Whether autocast is on, as an answer that may be kept."""
+        on = torch.is_autocast_enabled(*device_type)
+        return self._held() if on and device_type in ((), ('cuda', )) else on
+
+
+def _holding(held: Callable[[], Any]) -> Callable[[Any], Any]:
+
+    def make(original: Any) -> Any:
+
+        def _get_autocast_kwargs(*args: Any, **kwargs: Any) -> Any:
+            device, cpu = original(*args, **kwargs)
+            if cpu['enabled']:
+                cpu['enabled'] = held()
+            return device, cpu
+
+        return _get_autocast_kwargs
+
+    return make
+
+
+def _by_device() -> Iterator[Patch]:
+    """Names of torch 2.4 and newer, which take the type of a device."""
+
+    def cpu(device_type: Optional[str]) -> str:
+        return 'cpu' if device_type in (None, 'cuda') else str(device_type)
+
+    def answer(original: Any) -> Any:
+        return lambda device_type=None: original(cpu(device_type))
+
+    def switch(original: Any) -> Any:
+
+        def set_autocast_enabled(device_type: Any, enabled: Any = None
+                                 ) -> None:
+            if enabled is None:
+                # The old form has one argument and means CUDA.
+                device_type, enabled = 'cuda', device_type
+            original(cpu(device_type), bool(enabled))
+
+        return set_autocast_enabled
+
+    def dtype(original: Any) -> Any:
+        return lambda device_type: (
+            _gpu_dtype() if device_type == 'cuda' else original(device_type))
+
+    def set_dtype(original: Any) -> Any:
+        return lambda device_type, dtype: original(cpu(device_type), dtype)
+
+    def cast(original: Any) -> Any:
+        return lambda value, device_type, dtype: original(
+            value, cpu(device_type), dtype)
+
+    yield torch, 'is_autocast_enabled', answer
+    yield torch, 'set_autocast_enabled', switch
+    yield torch, 'get_autocast_dtype', dtype
+    yield torch, 'set_autocast_dtype', set_dtype
+    yield torch, 'get_autocast_gpu_dtype', lambda original: _gpu_dtype
+    yield _FUNCTIONS, '_cast', cast
+
+
+def _by_name() -> Iterator[Patch]:
+    """Names of older versions, which are about one device each."""
+
+    def cast(original: Any) -> Any:
+
+        def _cast(value: Any, dtype: torch.dtype) -> Any:
+            return tree_map(
+                lambda item: item.to(dtype) if isinstance(
+                    item, torch.Tensor) and item.is_floating_point() and (
+                        item.dtype != torch.float64) else item, value)
+
+        return _cast
+
+    def is_enabled() -> bool:
+        return STATE.enabled
+
+    def switch(original: Any) -> Any:
+
+        def set_autocast_enabled(enabled: Any) -> None:
+            STATE.enabled = bool(enabled)
+            _switch_on_cpu(STATE.enabled or STATE.depth > 0)
+
+        return set_autocast_enabled
+
+    yield torch, 'is_autocast_enabled', lambda original: is_enabled
+    yield torch, 'is_autocast_cpu_enabled', lambda original: is_enabled
+    yield torch, 'set_autocast_enabled', switch
+    yield torch, 'set_autocast_cpu_enabled', switch
+    yield torch, 'get_autocast_gpu_dtype', lambda original: _gpu_dtype
+    yield torch, 'set_autocast_gpu_dtype', lambda original: _keep_dtype
+    yield torch, 'get_autocast_cpu_dtype', lambda original: autocast_dtype
+    yield torch, 'set_autocast_cpu_dtype', lambda original: _keep_dtype
+    yield _FUNCTIONS, '_cast', cast
+
+
+def patches(held: Callable[[], Any], clear: Callable[[], None]
+            ) -> Iterator[Patch]:
+    """Yield what is replaced in torch while the emulation is registered.
+
+    Args:
+        held: Makes a true answer that may be kept: a checkpointed forward
+            and ``custom_fwd`` remember that autocast was on.
+        clear: Called where autocast forgets its half copies of weights.
+    """
+
+    def clearing(original: Any) -> Any:
+
+        def clear_autocast_cache() -> None:
+            clear()
+            original()
+
+        return clear_autocast_cache
+
+    yield from _regions()
+    yield from _by_device() if AUTOCAST_BY_DEVICE else _by_name()
+    yield _FUNCTIONS, 'torch', lambda original: _TorchForFunctions(held)
+    yield torch, 'clear_autocast_cache', clearing
+    yield checkpoint, '_get_autocast_kwargs', _holding(held)
