@@ -49,9 +49,13 @@ tensors               torch
 ``heads``             which part owns a loss, a parameter, a gradient
 ``finite``            finite checks, the anchor
 ``arguments``         arguments of an optimizer wrapper, checked
+``cpu_scaler``        torch's gradient scaler, before torch has one for a CPU
 ``emulation``         half precision on a CPU with CUDA's numerics
+``autocast_switch``   torch's autocast, with ``cuda`` meaning the CPU
 ``half_ops``          its lists of operations, as kernels
+``op_lists``          these lists, by name
 ``half_sampling``     RoIAlign and deformable attention in half
+``torch_support``     what not every version of torch offers
 plain                 standard library (and rich, for tables)
 ``report``            the log as a table; ``python -m``
 ``wording``           incidents in words

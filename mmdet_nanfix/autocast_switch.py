@@ -10,6 +10,7 @@ that round to it. Nor are there half kernels for most operations, with
 autocast or without. So it stays on in disabled regions, and whether it is on
 is kept here too.
 """
+import functools
 import threading
 from typing import Any, Callable, Iterator, Optional, Tuple
 
@@ -19,9 +20,9 @@ from torch.cuda.amp import autocast_mode as cuda_autocast_mode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from .torch_support import AUTOCAST_BY_DEVICE, HALVES
+from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
-__all__ = ['STATE', 'Patch', 'autocast_dtype', 'patches']
+__all__ = ['Patch', 'STATE', 'autocast_dtype', 'patches']
 
 #: Where, which name, and how the replacement is made of the original.
 Patch = Tuple[Any, str, Callable[[Any], Any]]
@@ -228,6 +229,10 @@ def _by_name() -> Iterator[Patch]:
     yield _FUNCTIONS, '_cast', cast
 
 
+def _not_compiled(make: Callable[[Any], Any], original: Any) -> Any:
+    return not_compiled(make(original))
+
+
 def patches(held: Callable[[], Any], clear: Callable[[], None]
             ) -> Iterator[Patch]:
     """Yield what is replaced in torch while the emulation is registered.
@@ -247,7 +252,12 @@ def patches(held: Callable[[], Any], clear: Callable[[], None]
         return clear_autocast_cache
 
     yield from _regions()
-    yield from _by_device() if AUTOCAST_BY_DEVICE else _by_name()
+    if AUTOCAST_BY_DEVICE:
+        yield from _by_device()
+    else:
+        # Whose dynamo takes the answers for constants.
+        for place, name, make in _by_name():
+            yield place, name, functools.partial(_not_compiled, make)
     yield _FUNCTIONS, 'torch', lambda original: _TorchForFunctions(held)
     yield torch, 'clear_autocast_cache', clearing
     yield checkpoint, '_get_autocast_kwargs', _holding(held)

@@ -138,10 +138,8 @@ class CpuGradScaler:
         if state['stage'] == _READY:
             self.unscale_(optimizer)
         state['stage'] = _STEPPED
-        if any(bool(found) for found in (
-                state['found_inf_per_device'].values())):
-            return None
-        return optimizer.step(*args, **kwargs)
+        state['bad'] = _any(state['found_inf_per_device'])
+        return None if state['bad'] else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: Union[float, Tensor, None] = None) -> None:
         """Back off or grow, or take another loss scale.
@@ -155,14 +153,15 @@ class CpuGradScaler:
         if not self._enabled:
             return
         scale = self._scaled('update')
-        found = [flag for state in self._per_optimizer_states.values()
-                 for flag in state['found_inf_per_device'].values()]
+        states = [state for state in self._per_optimizer_states.values()
+                  if state['found_inf_per_device']]
         if new_scale is not None:
             scale.fill_(float(new_scale))
-        elif not found:
+        elif not states:
             raise RuntimeError('Expected gradients to be looked at before '
                                'update()')
-        elif any(map(bool, found)):
+        elif any(state['bad'] if 'bad' in state else
+                 _any(state['found_inf_per_device']) for state in states):
             scale.mul_(self._backoff_factor)
             self._growth_tracker = 0
         else:
@@ -208,6 +207,10 @@ class CpuGradScaler:
         self._backoff_factor = state_dict['backoff_factor']
         self._growth_interval = state_dict['growth_interval']
         self._growth_tracker = state_dict['_growth_tracker']
+
+
+def _any(found: Dict[Any, Tensor]) -> bool:
+    return any(bool(flag) for flag in found.values())
 
 
 def _grads(optimizer: Any, halves: bool = False) -> List[Tensor]:

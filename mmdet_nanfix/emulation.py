@@ -31,8 +31,8 @@ from typing import (
 import torch
 
 from .autocast_switch import STATE, patches
-from .half_ops import CastCache, half_kernels, passed_on, stock_only
-from .torch_support import HALVES, destroy
+from .half_ops import CastCache, half_kernels, stock_only
+from .torch_support import HALVES, HAS_HALF_ON_CPU, destroy
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating']
 
@@ -114,7 +114,8 @@ class _Installation:
         for name, kernel in self._kernels.items():
             self._library.impl(name, kernel, 'AutocastCPU')
         for name in self._let_through:
-            self._library.impl(name, passed_on(name), 'AutocastCPU')
+            self._library.impl(name, torch.library.fallthrough_kernel,
+                               'AutocastCPU')
 
     def _patch(self) -> None:
         """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
@@ -156,6 +157,7 @@ def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
 
     Raises:
         ValueError: Another dtype.
+        RuntimeError: On torch 2.0, where it cannot be emulated.
 
     Example:
         >>> x = torch.full((1, 4), 300.)
@@ -166,6 +168,9 @@ def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     if dtype not in HALVES:
         raise ValueError('Expected argument `dtype` to be torch.float16 or '
                          f'torch.bfloat16, but got {dtype}')
+    if not HAS_HALF_ON_CPU:
+        raise RuntimeError('Half precision on a CPU needs torch 2.1, but this '
+                           f'is torch {torch.__version__}')
     with _INSTALLATION, torch.autocast('cpu', dtype):
         STATE.regions += 1
         try:

@@ -13,12 +13,11 @@ from .arguments import checked_dtype, device_of, scaler_for, split_settings
 from .finite import bad_tensors
 from .guarded import Guarded
 from .policy import LossScale, LossScaleSettings
+from .torch_support import HALVES
 
 __all__ = [
     'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper', 'StockAmpOptimWrapper'
 ]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -137,18 +136,18 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         return scale
 
     def _precision(self) -> str:
-        emulated = ' (emulated)' if self.cast_dtype in _HALVES and (
+        emulated = ' (emulated)' if self.cast_dtype in HALVES and (
             device_of(self.optimizer) == 'cpu') else ''
         return f'{str(self.cast_dtype)[6:]}{emulated}'
 
     def _is_half(self) -> bool:
-        return self.cast_dtype in _HALVES
+        return self.cast_dtype in HALVES
 
     def _autocast(self) -> Any:
         device = device_of(self.optimizer)
         dtype = torch.bfloat16 if 'bfloat16' in self._more else (
             self.cast_dtype)
-        if dtype not in _HALVES or 'all' in self._more:
+        if dtype not in HALVES or 'all' in self._more:
             return contextlib.nullcontext()
         if device == 'cpu':
             return emulation.cuda_autocast(dtype)

@@ -20,7 +20,8 @@ from typing import (
 from torch import nn
 
 from . import regions
-from .precision import not_compiled, widened
+from .precision import widened
+from .torch_support import not_compiled
 
 __all__ = ['Part', 'install_part', 'switched']
 

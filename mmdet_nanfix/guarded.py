@@ -29,11 +29,11 @@ from .journal import Journal, say, warn
 from .model_kinds import is_sharded, segfaults
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
-from .precision import not_compiled
 from .records import NonFiniteError
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts
+from .torch_support import not_compiled
 from .widening import Widening
 
 __all__ = ['Guarded']

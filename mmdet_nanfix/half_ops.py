@@ -37,22 +37,20 @@ from torch import Tensor
 
 from . import op_lists
 from .autocast_switch import STATE, autocast_dtype
-from .torch_support import (
-    AUTOCAST_BY_DEVICE,
-    HALVES,
-    excluding,
-    fallthrough_kernel,
-)
+from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
-__all__ = [
-    'CastCache', 'computing', 'half_kernels', 'passed_on',
-    'stock_only'
-]
+__all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
 
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_below_autocast = functools.partial(excluding, _BELOW)
+
+def _below_autocast() -> Any:
+    """Region whose operations autocast has no say in."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 Kernel = Callable[..., Any]
+Lists = List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]]
 
 
 class _Computing(threading.local):
@@ -113,8 +111,8 @@ class CastCache:
                 and torch.is_autocast_cache_enabled()
                 and torch.is_grad_enabled()):
             return tensor.to(dtype)
-        # The address of the tensor itself: before torch 2.4 (seen in 2.0.1
-        # and 2.1.2) a kernel gets another Python object in each call. It is
+        # The address of the tensor itself: before torch 2.4 (seen in 2.1.2) a
+        # kernel gets another Python object in each call. It is
         # not given away while the tensor is kept.
         _, copy = self._copies.get(tensor._cdata, (None, None))
         if copy is None or copy.dtype != dtype:
@@ -307,12 +305,12 @@ def _fp32_inside(op: Kernel) -> Kernel:
     return kernel
 
 
-def _switched(kernel: Kernel, op: Kernel) -> Kernel:
-    """Leave an operation to the GPU's own kernel where autocast is off."""
-    off = _fp32_inside(op)
+def _switched(maker: Callable[[Kernel], Kernel], op: Kernel) -> Kernel:
+    """Make a kernel for where autocast is on, and one for where it is off."""
+    on, off = maker(op), _fp32_inside(op)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (kernel if STATE.enabled else off)(*args, **kwargs)
+        return (on if STATE.enabled else off)(*args, **kwargs)
 
     return call
 
@@ -341,19 +339,6 @@ def _norm(op: Kernel) -> Kernel:
     return kernel
 
 
-def passed_on(name: str) -> Kernel:
-    """Return the kernel of an overload that autocast has no say in."""
-    if fallthrough_kernel is not None:
-        return fallthrough_kernel
-    op = _overload(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _below_autocast():
-            return op(*args, **kwargs)
-
-    return kernel
-
-
 def stock_only(kernels: Iterable[str]) -> List[str]:
     """Overloads on the lists of the CPU's own autocast alone.
 
@@ -378,24 +363,27 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
         ``{'conv2d': kernel, 'norm.Scalar': kernel, ...}``.
     """
     lower = functools.partial(_lower, cache=cache)
-    lists: List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]] = [
+    lists: Lists = [
         (op_lists.LOWER, lower), (op_lists.LOWER_CUDNN, lower),
         (op_lists.FP32, _fp32), (op_lists.FP32_OUTPUT, _fp32_output),
         (op_lists.FP32_APPEND, _fp32_append), (op_lists.PROMOTE, _promote),
         (op_lists.BANNED, _banned)]
-    off_too = [(op_lists.NORMS, _norm), (op_lists.NO_HALF_ON_CPU,
-                                         _fp32_inside)]
     if not AUTOCAST_BY_DEVICE:
-        off_too.append((op_lists.NO_HALF_BEFORE_24, _fp32_inside))
+        lists = [(names, functools.partial(_switched, maker))
+                 for names, maker in lists]
+        lists.append((op_lists.NO_HALF_BEFORE_24, _fp32_inside))
+    lists += [(op_lists.NORMS, _norm),
+              (op_lists.NO_HALF_ON_CPU, _fp32_inside)]
     kernels: Dict[str, Kernel] = {}
-    for names, maker in (*lists, *off_too):
+    for names, maker in lists:
         for name in names:
             try:
                 op = _overload(name)
             except AttributeError:
                 # An older torch lacks the newest operations.
                 continue
-            kernels[name] = maker(op)
-            if not (AUTOCAST_BY_DEVICE or (names, maker) in off_too):
-                kernels[name] = _switched(kernels[name], op)
+            kernel = maker(op)
+            # Older dynamos trace what a kernel calls.
+            kernels[name] = kernel if AUTOCAST_BY_DEVICE else (
+                not_compiled(kernel))
     return kernels

@@ -239,6 +239,9 @@ def deformable_attention(value: Tensor, shapes: Sequence[Tuple[int, int]],
     weights = weights.float() * attention.unsqueeze(-1).float()
     table = functional.pad(value.float().reshape(-1, channels),
                            (0, 0, 0, 1))
+    if weights.requires_grad and not table.requires_grad:
+        # Torch 2.0 and 2.1 cannot go back to the weights alone.
+        table.requires_grad_()
     out = functional.embedding_bag(
         rows.flatten(0, 2).flatten(1), table, mode='sum',
         per_sample_weights=weights.flatten(0, 2).flatten(1),

@@ -5,6 +5,10 @@ half as they do: deformable and modulated convolution, rotated RoIAlign, NMS
 (half scores, which it only sorts; half boxes are refused by both). Those
 that differ are mended here:
 
+* deformable and modulated convolution, before torch 2.4 only, multiply
+  matrices of half, which torch refuses there: computed in fp32 on the rounded
+  inputs. What is sampled is not rounded in between.
+
 * RoIAlign's half kernel takes 18 times as long on a CPU as its fp32 kernel
   (the half type has no vector arithmetic there), and that one longer than it
   has to. Average pooling is computed by :mod:`~mmdet_nanfix.half_sampling`
@@ -46,6 +50,7 @@ from .half_sampling import (
     roi_align,
     roi_align_backward,
 )
+from .torch_support import AUTOCAST_BY_DEVICE
 
 __all__ = ['emulate_losses', 'emulate_ops']
 
@@ -261,6 +266,17 @@ def _replace(place: Any, name: str, make: Callable[[Op], Op]) -> None:
         setattr(place, name, op)
 
 
+# Operations that multiply matrices of their inputs' dtype, and the arguments
+# that they fill.
+_GEMM_IN_HALF = {
+    'deform_conv_forward': (3, ),
+    'deform_conv_backward_input': (3, 4),
+    'deform_conv_backward_parameters': (3, ),
+    'modulated_deform_conv_forward': (6, ),
+    'modulated_deform_conv_backward': (7, 8, 9, 10, 11),
+}
+
+
 def emulate_ops() -> None:
     """Make the operations above compute on a CPU as they do under CUDA.
 
@@ -285,6 +301,10 @@ def emulate_ops() -> None:
         'hard_voxelize_forward': _refusing,
         'dynamic_voxelize_forward': _refusing,
     }
+    if not AUTOCAST_BY_DEVICE:
+        compiled.update({
+            name: functools.partial(_widened, writes=writes)
+            for name, writes in _GEMM_IN_HALF.items()})
     module = ext_loader.load_ext('_ext', list(compiled))
     for name, make in compiled.items():
         _replace(module, name, make)

@@ -63,7 +63,7 @@ NORMS = ('batch_norm', 'instance_norm')
 NO_HALF_ON_CPU = ('avg_pool3d', 'rrelu', 'round.decimals')
 
 # Likewise before torch 2.4, which brought half kernels for the CPU (seen to
-# be missing in 2.0.1 and 2.1.2).
+# be missing in 2.1.2).
 NO_HALF_BEFORE_24 = (
     'adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d '
     'adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d '

@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .torch_support import HALVES
+
 __all__ = [
-    'WideSigmoid', 'in_fp32', 'not_compiled', 'widened', 'without_autocast'
+    'WideSigmoid', 'in_fp32', 'widened', 'without_autocast'
 ]
 
-# With ``compile`` in a config MMEngine compiles the whole training step, but
-# not what enters and leaves autocast by our hand.
-not_compiled: Callable[[Any], Any] = getattr(
-    getattr(torch, 'compiler', None), 'disable', lambda function: function)
-
-_HALVES = (torch.float16, torch.bfloat16)
 # Batches hold samples, these hold instances, these hold boxes, these tensors.
 _DEPTH = 8
 _ATOMS = (str, bytes, int, float, type(None), type, nn.Module, torch.dtype,
@@ -50,7 +46,7 @@ def widened(value: Any) -> Any:
 
 def _widened(value: Any, known: Dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
-        if value.dtype not in _HALVES:
+        if value.dtype not in HALVES:
             return value
     elif depth == 0 or isinstance(value, _ATOMS):
         return value

@@ -56,7 +56,8 @@ from .head_methods import (
     runs_layers,
     takes_predictions,
 )
-from .precision import WideSigmoid, not_compiled, widened, without_autocast
+from .precision import WideSigmoid, widened, without_autocast
+from .torch_support import AUTOCAST_BY_DEVICE, not_compiled
 
 __all__ = [
     'MARK', 'MODES', 'SWITCH', 'enter', 'install', 'is_inside', 'switched',
@@ -310,6 +311,9 @@ def wrap(kind: type, name: str, make: Callable[[Method], Method],
         return
     wrapped = make(original)
     if wrapped is not original:
+        if not AUTOCAST_BY_DEVICE:
+            # Older dynamos raise at super() in a method that is wrapped.
+            wrapped = not_compiled(wrapped)
         setattr(base, name, _marked(wrapped, mark))
 
 

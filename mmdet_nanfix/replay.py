@@ -396,6 +396,7 @@ def _unseen() -> Any:
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
     """Compiled parts run as they are written."""
-    stance = getattr(torch.compiler, 'set_stance', None)
+    compiler = getattr(torch, 'compiler', None)
+    stance = getattr(compiler, 'set_stance', None)
     with stance('force_eager') if stance else contextlib.nullcontext():
         yield

@@ -2,21 +2,28 @@
 
 Versions in which a name was seen to be there or missing stand beside it.
 """
-from typing import Any, Callable, List, Optional
+import importlib
+from typing import Any, Callable, List, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 __all__ = [
-    'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_CPU_SCALER', 'destroy',
-    'excluding', 'fallthrough_kernel', 'tree_leaves'
+    'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_CPU_SCALER',
+    'HAS_HALF_ON_CPU', 'destroy', 'not_compiled', 'tree_leaves'
 ]
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
 
 HALVES = (torch.float16, torch.bfloat16)
 
 #: Whether autocast takes half on a CPU and asks for its state by device:
 #: torch 2.4 and newer (missing in 2.0.1, 2.1.2; there in 2.13).
 AUTOCAST_BY_DEVICE = hasattr(torch, 'get_autocast_dtype')
+
+#: Whether half precision can be emulated on a CPU: torch 2.1 and newer (2.0.1
+#: has half kernels for next to nothing, not even a clamp).
+HAS_HALF_ON_CPU = hasattr(torch._C, '_ExcludeDispatchKeyGuard')
 
 #: Whether torch has a gradient scaler for a CPU: torch 2.3 and newer.
 HAS_CPU_SCALER = hasattr(torch.amp, 'GradScaler')
@@ -28,6 +35,16 @@ def tree_leaves(tree: Any) -> List[Any]:
 
 
 
+def not_compiled(function: _Function) -> _Function:
+    """Keep ``torch.compile`` out of a function and of what it calls.
+
+    By another name before torch 2.1.
+    """
+    if hasattr(torch, 'compiler'):
+        return torch.compiler.disable(function)
+    return importlib.import_module('torch._dynamo').disable(function)
+
+
 def destroy(library: Any) -> None:
     """Take back what a ``torch.library.Library`` has registered.
 
@@ -36,26 +53,3 @@ def destroy(library: Any) -> None:
     """
     if hasattr(library, '_destroy'):
         library._destroy()
-
-
-class _Excluding:
-    """Region without some dispatch keys, where torch has a guard only."""
-
-    def __init__(self, keys: Any) -> None:
-        self._keys = keys
-        self._guard: Any = None
-
-    def __enter__(self) -> None:
-        self._guard = torch._C.ExcludeDispatchKeyGuard(self._keys)
-
-    def __exit__(self, *exc: Any) -> None:
-        self._guard = None
-
-
-#: Region without some dispatch keys; a guard by another name in torch 2.0.
-excluding: Callable[[Any], Any] = getattr(
-    torch._C, '_ExcludeDispatchKeyGuard', _Excluding)
-
-#: Kernel that passes on to the next dispatch key; from torch 2.1 on.
-fallthrough_kernel: Optional[Callable[..., Any]] = getattr(
-    torch.library, 'fallthrough_kernel', None)

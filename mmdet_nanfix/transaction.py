@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .picture import Changes, Picture, Undo
+from .torch_support import not_compiled
 
 __all__ = [
     'Averages', 'Rng', 'Store', 'Transaction', 'cuda_devices', 'has_room'
@@ -193,6 +194,7 @@ class Transaction:
         """The generators as they were when the last forward began."""
         return self._rng
 
+    @not_compiled
     def rng_now(self) -> Rng:
         """The generators as they are now."""
         return Rng(self._devices)

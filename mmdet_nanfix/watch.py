@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from .batches import KeptBatch
-from .precision import not_compiled
 from .replay import Forward
+from .torch_support import not_compiled
 from .transaction import Transaction
 from .trial import Raised, why
 

@@ -11,8 +11,36 @@ from shapes import write_shapes
 from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
+from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def takes_fused():
+    try:
+        torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_fused = pytest.mark.skipif(
+    not takes_fused(),
+    reason='torch has fused optimizers on a CPU from 2.4 on')
+
+
+def autocast_is_on(device='cpu'):
+    """Before torch 2.4 the question has no argument, and means CUDA."""
+    if AUTOCAST_BY_DEVICE:
+        return torch.is_autocast_enabled(device)
+    return torch.is_autocast_enabled() if device == 'cuda' else (
+        torch.is_autocast_cpu_enabled())
+
+
+def cudas_autocast_dtype():
+    if AUTOCAST_BY_DEVICE:
+        return torch.get_autocast_dtype('cuda')
+    return torch.get_autocast_gpu_dtype()
 
 
 class Branch(nn.Module):

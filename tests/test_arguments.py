@@ -8,6 +8,7 @@ from mmdet_nanfix.arguments import (
     scaler_for,
     split_settings,
 )
+from mmdet_nanfix.torch_support import HAS_CPU_SCALER
 
 
 @pytest.mark.parametrize('given, dtype', [
@@ -50,4 +51,9 @@ def test_the_device_is_that_of_the_parameters():
 
 def test_scalers():
     assert scaler_for('cpu', False, 8.).get_scale() == 8
-    assert type(scaler_for('cpu', True, 8.)).__name__ == 'ShardedGradScaler'
+    if HAS_CPU_SCALER:
+        sharded = scaler_for('cpu', True, 8.)
+        assert type(sharded).__name__ == 'ShardedGradScaler'
+    else:
+        with pytest.raises(RuntimeError, match='needs torch 2.3'):
+            scaler_for('cpu', True, 8.)

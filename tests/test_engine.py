@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ToyDetector, said_in, toy_batch
+from conftest import ToyDetector, needs_fused, said_in, toy_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mmengine.optim import AmpOptimWrapper, build_optim_wrapper
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 import mmdet_nanfix
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
 from mmdet_nanfix.records import read_log
+from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
 
 SGD = dict(type='SGD', lr=.1)
 
@@ -55,7 +56,8 @@ def test_names_resolve_by_scope():
 
 @pytest.mark.parametrize('optimizer, clip', [
     (dict(type='AdamW', lr=.01), dict(max_norm=1.)),
-    (dict(type='AdamW', lr=.01, fused=True), None)])
+    pytest.param(dict(type='AdamW', lr=.01, fused=True), None,
+                 marks=needs_fused)])
 def test_a_thousand_bad_steps_and_a_good_one(toy, optimizer, clip):
     wrapper = wrap(toy, optimizer=optimizer, clip_grad=clip,
                    nanfix=dict(max_consecutive=None, max_incidents=10))
@@ -252,7 +254,9 @@ def test_emulation_ends_with_the_step_and_with_an_error(toy):
     half = torch.rand(3).half()
 
     def inside():
-        with torch.autocast('cpu', torch.float16):
+        # Half where this torch takes it on a CPU.
+        with torch.autocast('cpu', torch.float16 if AUTOCAST_BY_DEVICE
+                            else torch.bfloat16):
             return half.exp().dtype
 
     train(toy, wrapper, toy_batch())
@@ -362,6 +366,7 @@ def test_a_visualizer_that_fails_never_stops_training(toy, said, monkeypatch):
     assert wrapper._stop.total == 3
 
 
+@needs_fused
 def test_half_weights_with_a_fused_optimizer(toy):
     toy.half()
     toy.backbone[1].float()

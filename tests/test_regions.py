@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import autocast_is_on
 from families import REFUSED, batch_for, build
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.assigners import HungarianAssigner
@@ -33,7 +34,7 @@ class OwnLoss(nn.Module):
         self.seen = []
 
     def forward(self, pred, target, weight=None):
-        self.seen.append((pred.dtype, torch.is_autocast_enabled('cpu')))
+        self.seen.append((pred.dtype, autocast_is_on()))
         return ((pred - target) * (pred - target)).mean()
 
 
@@ -46,7 +47,7 @@ class OwnCost(BaseMatchCost):
 
     def __call__(self, pred_instances, gt_instances, img_meta=None):
         pred, true = pred_instances.bboxes, gt_instances.bboxes
-        self.seen.append((pred.dtype, torch.is_autocast_enabled('cpu')))
+        self.seen.append((pred.dtype, autocast_is_on()))
         return (pred[:, None] - true[None]).abs().sum(-1)
 
 
@@ -69,7 +70,7 @@ class OwnHead(nn.Module):
         return self.loss_by_feat(out, batch_data_samples)
 
     def loss_by_feat(self, out, samples):
-        self.seen.append((out.dtype, torch.is_autocast_enabled('cpu')))
+        self.seen.append((out.dtype, autocast_is_on()))
         true = InstanceData(bboxes=samples, labels=torch.zeros(
             len(samples), dtype=torch.long))
         self.assigner.assign(InstanceData(bboxes=out), true)
@@ -129,7 +130,7 @@ def test_the_switch_goes_back_after_an_exception():
         model.bbox_head.assigner.match_costs.clear()
         with pytest.raises(Exception):  # noqa: B017
             model(X)
-        assert torch.is_autocast_enabled('cpu')
+        assert autocast_is_on()
         del model.bbox_head.assigner
         model.bbox_head.assigner = HungarianAssigner([dict(type=OwnCost)])
         assert model(X)['loss_a'].isfinite()

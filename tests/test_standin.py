@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from conftest import toy_batch
+from conftest import needs_fused, toy_batch
 from test_engine import same, train, weights, wrap
 
 from mmdet_nanfix.standin import Retries, StandIn
@@ -46,6 +46,7 @@ def test_a_retry_has_gradients_that_count(toy):
     assert math.isclose(retries.norm(), math.sqrt(total), rel_tol=1e-5)
 
 
+@needs_fused
 def test_a_fused_optimizer_is_told_the_scale(toy):
     wrapper = wrap(toy, optimizer=dict(type='AdamW', lr=.01, fused=True),
                    loss_scale=64.)
