@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 
 from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
-__all__ = ['Patch', 'STATE', 'autocast_dtype', 'patches']
+__all__ = ['STATE', 'autocast_dtype', 'patches']
 
 #: Where, which name, and how the replacement is made of the original.
-Patch = Tuple[Any, str, Callable[[Any], Any]]
+_Patch = Tuple[Any, str, Callable[[Any], Any]]
 
 _is_on_cpu = torch.is_autocast_cpu_enabled
 _switch_on_cpu = torch.set_autocast_cpu_enabled
@@ -119,7 +119,7 @@ def _cpu_exit(original: Any) -> Any:
     return __exit__
 
 
-def _regions() -> Iterator[Patch]:
+def _regions() -> Iterator[_Patch]:
     yield autocast_mode.autocast, '__init__', _cpu_region
     yield autocast_mode.autocast, '__enter__', _cpu_enter
     yield autocast_mode.autocast, '__exit__', _cpu_exit
@@ -155,7 +155,7 @@ def _holding(held: Callable[[], Any]) -> Callable[[Any], Any]:
     return make
 
 
-def _by_device() -> Iterator[Patch]:
+def _by_device() -> Iterator[_Patch]:
     """Names of torch 2.4 and newer, which take the type of a device."""
 
     def cpu(device_type: Optional[str]) -> str:
@@ -194,7 +194,7 @@ def _by_device() -> Iterator[Patch]:
     yield _FUNCTIONS, '_cast', cast
 
 
-def _by_name() -> Iterator[Patch]:
+def _by_name() -> Iterator[_Patch]:
     """Names of older versions, which are about one device each."""
 
     def cast(original: Any) -> Any:
@@ -234,7 +234,7 @@ def _not_compiled(make: Callable[[Any], Any], original: Any) -> Any:
 
 
 def patches(held: Callable[[], Any], clear: Callable[[], None]
-            ) -> Iterator[Patch]:
+            ) -> Iterator[_Patch]:
     """Yield what is replaced in torch while the emulation is registered.
 
     Args:

@@ -199,6 +199,9 @@ def _fp32_output(op: Kernel) -> Kernel:
                         return named(*args, **kwargs)
                     args = args[:dtype_at]
                 kwargs['dtype'] = torch.float32
+                if not AUTOCAST_BY_DEVICE:
+                    # Its backward is in the dtype of the input.
+                    args = (args[0].float(), *args[1:])
             return named(*args, **kwargs)
 
     return kernel

@@ -38,7 +38,7 @@ from .finite import describe, is_finite
 from .half_ops import computing
 from .origins import Record, Span, bad_rows, module_of, span_of
 from .sites import Site, Sites
-from .torch_support import tree_leaves
+from .torch_support import HAS_SEQUENCE_NR, tree_leaves
 
 __all__ = ['Provenance']
 
@@ -119,9 +119,9 @@ class Provenance(TorchDispatchMode):
         # Storages that hold something bad, by address. A weak reference
         # keeps an address from being used again, not the memory.
         self._bad: Dict[int, Tuple[StorageWeakRef, List[Span]]] = {}
-        self._made: Dict[int, Tuple[StorageWeakRef, Site]] = {}
+        self._made: Dict[int, Tuple[StorageWeakRef, str, Site]] = {}
         # Where the forward operation of each autograd node was called from.
-        self._nodes: Dict[int, Tuple[str, Site]] = {}
+        self._nodes: Dict[Any, Tuple[str, Site]] = {}
         # The half operation that is being computed, and its inputs.
         self._scope: Tuple[int, List[Tensor]] = (0, [])
         for kind, name, tensor in given:
@@ -173,7 +173,7 @@ class Provenance(TorchDispatchMode):
 
     def made_at(self, node: Any) -> Optional[Site]:
         """Where the operation of an autograd node was called from."""
-        found = self._nodes.get(node._sequence_nr())
+        found = self._nodes.get(_key_of(node))
         return found[1] if found is not None else None
 
     @contextlib.contextmanager
@@ -226,7 +226,7 @@ class Provenance(TorchDispatchMode):
             results = [value for value in (*tensors, *tree_leaves(out))
                        if _is_floating(value) and id(value) not in had
                        and not is_finite(value)]
-            self._finish(results)
+            self._finish(results, name)
             self.index += 1
             inside = [record for result in results
                       for record in self.of(result)
@@ -259,11 +259,14 @@ class Provenance(TorchDispatchMode):
             value for place, value in places if isinstance(place, int)])
         held = [record for value in changed for record in self.of(value)]
         self.running = schema.name
+        if not HAS_SEQUENCE_NR and node is None:
+            self._see_inputs(tree_leaves((args, kwargs)))
         out = func(*args, **kwargs)
         self.running = None
         self.index += 1
         if node is None:
-            self._see_node(schema.name)
+            if HAS_SEQUENCE_NR:
+                self._see_node(schema.name)
             self._see_scope(schema.name, args)
         if schema.is_view and schema.name != 'lift_fresh':
             return out
@@ -273,19 +276,20 @@ class Provenance(TorchDispatchMode):
             for value in results:
                 self._clear(value)
             return out
-        spoiled = self._finish(results)
+        spoiled = self._finish(results, schema.name)
         if spoiled:
             self._explain(schema, spoiled, written, held, args, kwargs, node)
         return out
 
-    def _finish(self, results: Sequence[Tensor]) -> List[Tensor]:
-        """Those of an operation's results that are bad."""
+    def _finish(self, results: Sequence[Tensor], name: str) -> List[Tensor]:
+        """Those of the results of an operation, by name, that are bad."""
         spoiled = []
         for value in results:
-            self._know_maker(value)
+            self._know_maker(value, name)
             if not is_finite(value):
                 spoiled.append(value)
-            elif value.nbytes == value.untyped_storage().nbytes():
+            elif value.numel() * value.element_size() == (
+                    value.untyped_storage().nbytes()):
                 self._clear(value)
         return spoiled
 
@@ -302,6 +306,20 @@ class Provenance(TorchDispatchMode):
         if number not in self._nodes:
             self._nodes[number] = (computing()[0] or name, self._sites.here())
 
+    def _see_inputs(self, values: Iterable[Any]) -> None:
+        """Remember where the forward of autograd nodes is, by their results.
+
+        That is where the memory of a result was allocated. For torch 2.0,
+        where a node does not tell its number.
+        """
+        for value in values:
+            node = value.grad_fn if _is_floating(value) else None
+            if node is None or node in self._nodes:
+                continue
+            maker = self._made.get(value.untyped_storage()._cdata)
+            if maker is not None:
+                self._nodes[node] = maker[1:]
+
     def _see_scope(self, name: str, args: Tuple[Any, ...]) -> None:
         """Remember the inputs of a half operation made of several."""
         now, count = computing()
@@ -311,13 +329,14 @@ class Provenance(TorchDispatchMode):
                 value.dtype == torch.float32 for value in args[:1]):
             self._scope[1].append(args[0])
 
-    def _know_maker(self, value: Tensor) -> None:
+    def _know_maker(self, value: Tensor, name: str) -> None:
         """Remember who allocated memory, for those who write unseen."""
         storage = value.untyped_storage()
         known = self._made.get(storage._cdata)
         if known is None or known[0].expired():
             weak = StorageWeakRef(storage)
-            self._made[weak.cdata] = (weak, self._sites.here())
+            self._made[weak.cdata] = (weak, computing()[0] or name,
+                                      self._sites.here())
 
     def _explain(self, schema: _Schema, spoiled: List[Tensor],
                  written: List[Tensor], held: List[Record], args: Any,
@@ -387,7 +406,7 @@ class Provenance(TorchDispatchMode):
             return name, here
         kind = node.name()
         # Writing to a slice: its node comes right after the operation's.
-        number = node._sequence_nr() - kind.endswith('CopySlices')
+        number = _key_of(node, kind.endswith('CopySlices'))
         known, site = self._nodes.get(number, (name, here))
         # Nodes of torch's own end in a number.
         own = kind.endswith('Backward')
@@ -400,13 +419,23 @@ class Provenance(TorchDispatchMode):
             found = self.of(tensor)
             if not found:
                 maker = self._made.get(tensor.untyped_storage()._cdata)
-                made = maker[1] if maker is not None else site
+                made = maker[2] if maker is not None else site
                 found = [Record(
                     self.index - 1, module_of(made), made, seen=False,
                     outputs=[describe(tensor)], rows=bad_rows(tensor))]
                 self._mark(tensor, found[0])
             parents.extend(found)
         return parents
+
+
+def _key_of(node: Any, later: int = 0) -> Any:
+    """Return what an autograd node is remembered by.
+
+    Args:
+        node: The node.
+        later: How many nodes have come between it and its operation.
+    """
+    return node._sequence_nr() - later if HAS_SEQUENCE_NR else node
 
 
 def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:

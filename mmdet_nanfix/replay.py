@@ -40,8 +40,7 @@ Place = Tuple[str, Optional[str]]
 
 def can_replay() -> bool:
     """Whether this torch tells what the probe asks for."""
-    return hasattr(torch._C, '_current_autograd_node') and hasattr(
-        torch._C._autograd, '_get_sequence_nr')
+    return hasattr(torch._C, '_current_autograd_node')
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,14 +3,16 @@
 Versions in which a name was seen to be there or missing stand beside it.
 """
 import importlib
-from typing import Any, Callable, List, TypeVar
+from typing import Any, Callable, List, Sequence, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_CPU_SCALER',
-    'HAS_HALF_ON_CPU', 'destroy', 'not_compiled', 'tree_leaves'
+    'HAS_HALF_ON_CPU', 'HAS_SEQUENCE_NR', 'destroy', 'foreach_copy_',
+    'not_compiled', 'tree_leaves'
 ]
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
@@ -25,6 +27,10 @@ AUTOCAST_BY_DEVICE = hasattr(torch, 'get_autocast_dtype')
 #: has half kernels for next to nothing, not even a clamp).
 HAS_HALF_ON_CPU = hasattr(torch._C, '_ExcludeDispatchKeyGuard')
 
+#: Whether autograd's nodes tell the order of their operations: torch 2.1 and
+#: newer (missing in 2.0.1).
+HAS_SEQUENCE_NR = hasattr(torch._C._autograd, '_get_sequence_nr')
+
 #: Whether torch has a gradient scaler for a CPU: torch 2.3 and newer.
 HAS_CPU_SCALER = hasattr(torch.amp, 'GradScaler')
 
@@ -33,6 +39,15 @@ def tree_leaves(tree: Any) -> List[Any]:
     """Flatten lists, tuples and dicts (torch has it from 2.2 on)."""
     return tree_flatten(tree)[0]
 
+
+
+def foreach_copy_(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors, in one call from torch 2.1 on (missing in 2.0.1)."""
+    if hasattr(torch, '_foreach_copy_'):
+        torch._foreach_copy_(into, tensors)
+        return
+    for own, tensor in zip(into, tensors):
+        own.copy_(tensor)
 
 
 def not_compiled(function: _Function) -> _Function:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .picture import Changes, Picture, Undo
-from .torch_support import not_compiled
+from .torch_support import foreach_copy_, not_compiled
 
 __all__ = [
     'Averages', 'Rng', 'Store', 'Transaction', 'cuda_devices', 'has_room'
@@ -111,7 +111,7 @@ class Store:
         self._held = held
         with torch.no_grad():
             for copies, originals in fused.values():
-                torch._foreach_copy_(copies, originals)
+                foreach_copy_(copies, originals)
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor is not what it was; reads from the device."""

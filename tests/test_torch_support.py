@@ -1,0 +1,47 @@
+import torch
+
+from mmdet_nanfix import torch_support
+from mmdet_nanfix.torch_support import destroy, not_compiled, tree_leaves
+
+
+def test_leaves():
+    one, two = torch.ones(1), torch.ones(2)
+    assert tree_leaves([one, (two, {'a': one, 'b': 'text'}), 3]) == [
+        one, two, one, 'text', 3]
+
+
+def test_what_a_library_has_registered_ends():
+    half = torch.ones(1).half()
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl('sinh', lambda x: x.float() * 7, 'AutocastCPU')
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half).item() == 7
+    destroy(library)
+    del library
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half.float()).item() != 7
+
+
+def test_a_function_is_kept_from_being_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @not_compiled
+    def inner(x):
+        return x * 2
+
+    torch.compile(lambda x: inner(x + 1) + 3, backend=backend)(torch.ones(1))
+    operations = [str(node.target) for graph in graphs
+                  for node in graph.graph.nodes]
+    assert any('add' in name for name in operations)
+    assert not any('mul' in name for name in operations)
+
+
+def test_what_a_version_offers():
+    version = tuple(map(int, torch.__version__.split('.')[:2]))
+    assert (version >= (2, 4)) == torch_support.AUTOCAST_BY_DEVICE
+    assert (version >= (2, 3)) == torch_support.HAS_CPU_SCALER
+    assert (version >= (2, 1)) == torch_support.HAS_HALF_ON_CPU
