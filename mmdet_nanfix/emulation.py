@@ -34,7 +34,7 @@ from .autocast_switch import STATE, patches
 from .half_ops import CastCache, half_kernels, stock_only
 from .torch_support import HALVES, HAS_HALF_ON_CPU, destroy
 
-__all__ = ['cuda_autocast', 'installed', 'is_emulating']
+__all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 
 
 class _Yes:
@@ -145,6 +145,17 @@ def is_emulating() -> bool:
     return _INSTALLATION.active
 
 
+def require() -> None:
+    """Stop where this torch cannot emulate half precision.
+
+    Raises:
+        RuntimeError: It is torch 2.0.
+    """
+    if not HAS_HALF_ON_CPU:
+        raise RuntimeError('Half precision on a CPU needs torch 2.1, but this '
+                           f'is torch {torch.__version__}')
+
+
 @contextlib.contextmanager
 def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     """Autocast on a CPU with the numerics of CUDA's autocast.
@@ -168,9 +179,7 @@ def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     if dtype not in HALVES:
         raise ValueError('Expected argument `dtype` to be torch.float16 or '
                          f'torch.bfloat16, but got {dtype}')
-    if not HAS_HALF_ON_CPU:
-        raise RuntimeError('Half precision on a CPU needs torch 2.1, but this '
-                           f'is torch {torch.__version__}')
+    require()
     with _INSTALLATION, torch.autocast('cpu', dtype):
         STATE.regions += 1
         try:

@@ -128,6 +128,8 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         self.guard_with(nanfix)
 
     def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+        if self._is_half() and device_of(self.optimizer) == 'cpu':
+            emulation.require()
         scale = LossScale(LossScaleSettings.from_arguments(
             self._loss_scale, overrides))
         self._in_force = scale.scale

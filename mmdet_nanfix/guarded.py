@@ -26,14 +26,14 @@ from . import raisers
 from .arguments import device_of, split_settings
 from .host import Configured, Host
 from .journal import Journal, say, warn
-from .model_kinds import is_sharded, segfaults
+from .model_kinds import has_compiled_parts, is_sharded, segfaults
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
 from .records import NonFiniteError
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts
-from .torch_support import not_compiled
+from .torch_support import HAS_EAGER_STANCE, not_compiled
 from .widening import Widening
 
 __all__ = ['Guarded']
@@ -157,6 +157,10 @@ class Guarded(OptimWrapper):
         if self._scale.note:
             say(self._scale.note)
         say(self._settings_line())
+        if has_compiled_parts(model) and not HAS_EAGER_STANCE:
+            say(f'torch {torch.__version__} cannot run compiled parts of a '
+                'model as they are written (2.6 can): where something begins '
+                'in them, a line of the compiled code is named')
         if self._guard.buffers.exempt:
             names = sorted(self._guard.buffers.exempt)
             say(f'{len(names)} buffers hold non-finite numbers from the '

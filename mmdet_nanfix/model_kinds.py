@@ -3,7 +3,7 @@ from torch import nn
 
 from .head_methods import names_in
 
-__all__ = ['is_sharded', 'segfaults']
+__all__ = ['has_compiled_parts', 'is_sharded', 'segfaults']
 
 
 def _holds(model: nn.Module, *names: str) -> bool:
@@ -15,6 +15,11 @@ def _holds(model: nn.Module, *names: str) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP holds the parameters."""
     return _holds(model, 'FullyShardedDataParallel')
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Tell if ``torch.compile`` was called for a module of a model."""
+    return _holds(model, 'OptimizedModule')
 
 
 def segfaults(model: nn.Module) -> bool:

@@ -309,8 +309,8 @@ class Provenance(TorchDispatchMode):
     def _see_inputs(self, values: Iterable[Any]) -> None:
         """Remember where the forward of autograd nodes is, by their results.
 
-        That is where the memory of a result was allocated. For torch 2.0,
-        where a node does not tell its number.
+        That is where a result was written. For torch 2.0, where a node does
+        not tell its number.
         """
         for value in values:
             node = value.grad_fn if _is_floating(value) else None
@@ -330,10 +330,13 @@ class Provenance(TorchDispatchMode):
             self._scope[1].append(args[0])
 
     def _know_maker(self, value: Tensor, name: str) -> None:
-        """Remember who allocated memory, for those who write unseen."""
+        """Remember who allocated memory, for those who write unseen.
+
+        Who wrote to it last where nodes are known by their results.
+        """
         storage = value.untyped_storage()
         known = self._made.get(storage._cdata)
-        if known is None or known[0].expired():
+        if known is None or known[0].expired() or not HAS_SEQUENCE_NR:
             weak = StorageWeakRef(storage)
             self._made[weak.cdata] = (weak, computing()[0] or name,
                                       self._sites.here())

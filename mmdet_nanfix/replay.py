@@ -28,6 +28,7 @@ from .host import Host, OnLoss
 from .origins import Record
 from .provenance import Provenance
 from .sites import Site, is_library
+from .torch_support import HAS_EAGER_STANCE
 from .transaction import Rng, Transaction
 
 __all__ = [
@@ -395,7 +396,6 @@ def _unseen() -> Any:
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
     """Compiled parts run as they are written."""
-    compiler = getattr(torch, 'compiler', None)
-    stance = getattr(compiler, 'set_stance', None)
-    with stance('force_eager') if stance else contextlib.nullcontext():
+    with torch.compiler.set_stance('force_eager') if HAS_EAGER_STANCE else (
+            contextlib.nullcontext()):
         yield

@@ -145,6 +145,14 @@ def test_gradients_are_rounded_and_overflow():
     assert torch.isinf(w.grad).all()
 
 
+def test_a_torch_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(emulation, 'HAS_HALF_ON_CPU', False)
+    with pytest.raises(RuntimeError, match='needs torch 2.1'), (
+            cuda_autocast()):
+        pass
+    assert not emulation.is_emulating()
+
+
 def test_binary_cross_entropy_is_refused():
     p, t = torch.rand(3), torch.ones(3)
     with cuda_autocast():

@@ -18,6 +18,7 @@ from stock import stock_on_cpu
 from torch.utils.data import Dataset
 
 import mmdet_nanfix
+from mmdet_nanfix import emulation
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
 from mmdet_nanfix.records import read_log
 from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
@@ -461,3 +462,12 @@ def test_parts_in_fp32_that_a_model_does_not_have(toy, said):
     assert wrapper._sticky.names == ['rpn_head']
     assert sum('has old_head in fp32, which this model' in line
                for line in said()) == 2
+
+
+def test_half_on_a_cpu_needs_what_it_is_emulated_with(toy, monkeypatch):
+    monkeypatch.setattr(emulation, 'HAS_HALF_ON_CPU', False)
+    with pytest.raises(RuntimeError, match='needs torch 2.1'):
+        wrap(toy)
+    # Full precision does not.
+    wrap(toy, dtype='float32')
+    wrap(toy, 'NanSafeOptimWrapper')

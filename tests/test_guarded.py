@@ -6,6 +6,7 @@ from conftest import ToyDetector, toy_batch
 from test_engine import same, train, weights, wrap
 
 import mmdet_nanfix
+from mmdet_nanfix import guarded
 
 
 def test_accumulation_drops_the_window_of_a_bad_micro_step(toy):
@@ -90,3 +91,14 @@ def test_modules_that_stock_takes():
     train(model, wrapper, toy_batch(), toy_batch(rpn=math.nan), toy_batch())
     assert wrapper._stop.state_dict()['nanfix_total'] == 1
     assert model.late.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize('lacking', [True, False])
+def test_what_a_version_of_torch_lacks_is_said_once(toy, said, monkeypatch,
+                                                    lacking):
+    monkeypatch.setattr(guarded, 'HAS_EAGER_STANCE', not lacking)
+    toy.rpn_head.hidden = torch.compile(toy.rpn_head.hidden, backend='eager')
+    wrapper = wrap(toy, 'NanSafeOptimWrapper')
+    train(toy, wrapper, toy_batch(), toy_batch())
+    assert sum('cannot run compiled parts' in line
+               for line in said()) == lacking

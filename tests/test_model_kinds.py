@@ -4,7 +4,11 @@ from mmcv.cnn import build_conv_layer
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 from torch import nn
 
-from mmdet_nanfix.model_kinds import is_sharded, segfaults
+from mmdet_nanfix.model_kinds import (
+    has_compiled_parts,
+    is_sharded,
+    segfaults,
+)
 
 
 @pytest.mark.parametrize('layer, wanted', [
@@ -20,3 +24,10 @@ def test_what_ends_the_process_with_a_nan(layer, wanted):
 
 def test_a_model_that_is_no_shard():
     assert not is_sharded(torch.nn.Linear(1, 1))
+
+
+def test_a_part_that_was_compiled():
+    plain = nn.Sequential(nn.Linear(1, 1))
+    assert not has_compiled_parts(plain)
+    assert has_compiled_parts(nn.Sequential(
+        torch.compile(plain, backend='eager')))
