@@ -11,9 +11,17 @@ from shapes import write_shapes
 from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
+from mmdet_nanfix import emulation
+from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE, HAS_HALF_ON_CPU
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+OLD = 'half precision on a CPU is emulated from torch 2.1 on'
+needs_half = pytest.mark.skipif(not HAS_HALF_ON_CPU, reason=OLD)
+if not HAS_HALF_ON_CPU:
+    # Whatever test asks for it. That of its refusal has a way of its own.
+    emulation.require = lambda: pytest.skip(OLD)
 
 
 def takes_fused():

@@ -37,6 +37,11 @@ LAYER_OF = {name: layer for layer, names in MODULES.items()
             for name in names}
 
 
+STDLIB = set(getattr(sys, 'stdlib_module_names', ()))
+needs_stdlib = pytest.mark.skipif(
+    not STDLIB, reason='Python names its own modules from 3.10 on')
+
+
 def imports(source):
     """Top-level names of other packages, and modules of this one."""
     others, ours = set(), set()
@@ -49,7 +54,7 @@ def imports(source):
                     alias.name for alias in node.names}
             else:
                 others.add(node.module.partition('.')[0])
-    return others - set(sys.stdlib_module_names), ours
+    return others - STDLIB, ours
 
 
 def breaches(layer, source):
@@ -74,6 +79,7 @@ def test_every_module_has_a_layer_a_test_and_a_line_in_the_map():
     assert all(f'``{name}``' in mmdet_nanfix.__doc__ for name in names)
 
 
+@needs_stdlib
 @pytest.mark.parametrize('name', sorted(LAYER_OF))
 def test_imports_go_down_only(name):
     assert breaches(LAYER_OF[name], source_of(name)) == []
@@ -89,6 +95,7 @@ def test_no_import_cycles():
             del graph[name]
 
 
+@needs_stdlib
 @pytest.mark.parametrize('layer, source, found', [
     ('plain', 'import torch', ['torch']),
     ('plain', 'def f():\n    from . import step', ['step']),
@@ -110,6 +117,41 @@ def test_exported_names(name):
     for public in module.__all__:
         assert getattr(module, public).__doc__ or public == '__version__' or (
             public.isupper())
+
+
+def sources():
+    for folder in ('mmdet_nanfix', 'tools', 'bench', 'configs', 'tests'):
+        for place, _, names in os.walk(os.path.join(ROOT, folder)):
+            yield from (os.path.join(place, name) for name in names
+                        if name.endswith('.py'))
+
+
+def test_the_syntax_is_that_of_python_3_8():
+    seen = 0
+    for path in sources():
+        with open(path) as file:
+            ast.parse(file.read(), path, feature_version=(3, 8))
+        seen += 1
+    assert seen > 150
+    with pytest.raises(SyntaxError):
+        ast.parse('match x:\n    case 1: pass', feature_version=(3, 8))
+
+
+def test_a_python_3_8_compiles_all_sources(tmp_path):
+    sys.path.insert(0, os.path.join(ROOT, 'tools'))
+    from setup_env import STACKS, find_python
+    oldest = STACKS['oldest']._replace(pythons=((3, 8), ))
+    try:
+        python = find_python(oldest)
+    except SystemExit:
+        pytest.skip('there is no Python 3.8 here')
+    code = ('import sys\n'
+            'for path in sys.stdin.read().split("\\n"):\n'
+            '    compile(open(path, encoding="utf-8").read(), path, "exec")\n'
+            'print(sys.version_info[:2])\n')
+    done = subprocess.run([python, '-c', code], input='\n'.join(sources()),
+                          text=True, capture_output=True, timeout=60)
+    assert done.stdout.strip() == '(3, 8)', done.stderr
 
 
 def test_no_assert_in_the_package():
