@@ -111,9 +111,8 @@ class CastCache:
                 and torch.is_autocast_cache_enabled()
                 and torch.is_grad_enabled()):
             return tensor.to(dtype)
-        # The address of the tensor itself: before torch 2.4 (seen in 2.1.2) a
-        # kernel gets another Python object in each call. It is
-        # not given away while the tensor is kept.
+        # By its address, which is not given away while the tensor is kept: a
+        # kernel gets another Python object in each call (seen in 2.1.2).
         _, copy = self._copies.get(tensor._cdata, (None, None))
         if copy is None or copy.dtype != dtype:
             copy = tensor.to(dtype)
@@ -325,19 +324,18 @@ def _norm(op: Kernel) -> Kernel:
     """
 
     def kernel(input: Any, *args: Any) -> Any:  # noqa: A002
-        weight, bias, *statistics = args[:4]
+        # They are weight, bias, mean, variance and settings.
         with _below_autocast():
             if not _eligible(input) or (AUTOCAST_BY_DEVICE
-                                        and weight is not None):
+                                        and args[0] is not None):
                 return op(input, *args)
-            wide = [_map(Tensor.float, value) for value in statistics]
-            out = op(input.float(), *(_map(Tensor.float, value)
-                                      for value in (weight, bias)), *wide,
-                     *args[4:])
-            for kept, value in zip(statistics, wide):
-                if value is not None and kept.dtype != value.dtype:
-                    kept.copy_(value)
-            return _map(lambda tensor: tensor.to(input.dtype), out)
+            with _as_one('native_batch_norm'):
+                wide = [_map(Tensor.float, value) for value in args[:4]]
+                out = op(input.float(), *wide, *args[4:])
+                for kept, value in zip(args[2:4], wide[2:]):
+                    if value is not None and kept.dtype != value.dtype:
+                        kept.copy_(value)
+                return _map(lambda tensor: tensor.to(input.dtype), out)
 
     return kernel
 

@@ -44,7 +44,6 @@ def tree_leaves(tree: Any) -> List[Any]:
     return tree_flatten(tree)[0]
 
 
-
 def foreach_copy_(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors, in one call from torch 2.1 on (missing in 2.0.1)."""
     if hasattr(torch, '_foreach_copy_'):
@@ -67,8 +66,8 @@ def not_compiled(function: _Function) -> _Function:
 def destroy(library: Any) -> None:
     """Take back what a ``torch.library.Library`` has registered.
 
-    The caller drops it: before torch 2.2 the registrations live as long as
-    the object does.
+    The caller drops it: where it cannot be told to (2.1.2), its registrations
+    live as long as the object does.
     """
     if hasattr(library, '_destroy'):
         library._destroy()

@@ -3,9 +3,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, 'tools', 'setup_env.py')
+sys.path.insert(0, os.path.dirname(SCRIPT))
+import setup_env  # noqa: E402
 
 
 def run(*arguments, cwd=ROOT, **env):
@@ -70,3 +73,42 @@ def test_no_disk(tmp_path):
 def test_another_failure_names_the_log(tmp_path):
     line = one_line(failing_pip(tmp_path, 'something else'))
     assert '.setup/setup.log' in line
+
+
+def test_a_stack_that_does_not_exist():
+    done = run('--stack', 'newest')
+    assert done.returncode == 2 and 'Traceback' not in done.stderr
+    assert all(name in done.stderr for name in setup_env.STACKS)
+
+
+def test_stacks_have_folders_and_requirements_of_their_own():
+    stacks = [setup_env.Environment(name) for name in setup_env.STACKS]
+    assert len({stack.folder for stack in stacks}) == len(stacks) == 3
+    assert len({stack.fingerprint() for stack in stacks}) == 3
+    for stack in stacks:
+        with open(stack.requirements) as file:
+            names = {line.partition('==')[0] for line in file}
+        assert {'pytest', 'hypothesis', 'expecttest', 'rich'} <= names
+        # It is asked for beside them, so that none brings another.
+        assert 'numpy' not in names
+
+
+def test_no_python_of_the_wanted_version(capsys):
+    stack = setup_env.STACKS['common']._replace(pythons=((3, 99), (2, 0)))
+    with pytest.raises(SystemExit) as caught:
+        setup_env.find_python(stack)
+    line = capsys.readouterr().err
+    assert caught.value.code == 2 and line.count('\n') == 1
+    assert 'no Python 3.99 or 2.0' in line and 'python3.99-venv' in line
+
+
+@pytest.mark.parametrize('stack, python', [
+    ('main', ' .venv/bin/python'), ('common', '.venv-common/bin/python')])
+def test_make_runs_a_stack_in_its_environment(stack, python):
+    done = subprocess.run(
+        ['make', '-n', 'test-stack', f'STACK={stack}', 'PYTHON='], cwd=ROOT,
+        text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f'tools/setup_env.py --stack "{stack}"' in done.stdout
+    assert f'{python.strip()} -m pytest' in done.stdout
+    assert ('ruff' in done.stdout) == (stack == 'main')
