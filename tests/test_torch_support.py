@@ -1,3 +1,5 @@
+import functools
+
 import torch
 
 from mmdet_nanfix import torch_support
@@ -38,6 +40,20 @@ def test_a_function_is_kept_from_being_compiled():
                   for node in graph.graph.nodes]
     assert any('add' in name for name in operations)
     assert not any('mul' in name for name in operations)
+
+
+def test_a_wrapper_of_a_function_that_is_not_compiled_is_kept():
+
+    @not_compiled
+    def inner(x):
+        return x + 1
+
+    @not_compiled
+    @functools.wraps(inner)
+    def outer(x):
+        return inner(x) * 10
+
+    assert outer(1) == 20 and inner(1) == 2
 
 
 def test_what_a_version_offers():
