@@ -58,9 +58,10 @@ def not_compiled(function: _Function) -> _Function:
 
     By another name before torch 2.1.
     """
-    # ``functools.wraps`` copies it from what is wrapped, which torch would
+    # ``functools.wraps`` copies these from what is wrapped, which torch would
     # take instead of the wrapper (seen in 2.1.2).
-    vars(function).pop('_torchdynamo_orig_callable', None)
+    for copied in ('_torchdynamo_orig_callable', 'get_compiler_config'):
+        vars(function).pop(copied, None)
     if hasattr(torch, 'compiler'):
         return torch.compiler.disable(function)
     return importlib.import_module('torch._dynamo').disable(function)
