@@ -75,6 +75,7 @@ class _Installation:
         self._originals: Dict[Any, Any] = {}
 
     def __enter__(self) -> None:
+        require()
         with self._lock:
             self._count += 1
             if self._count == 1:
@@ -179,7 +180,6 @@ def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
     if dtype not in HALVES:
         raise ValueError('Expected argument `dtype` to be torch.float16 or '
                          f'torch.bfloat16, but got {dtype}')
-    require()
     with _INSTALLATION, torch.autocast('cpu', dtype):
         STATE.regions += 1
         try:

@@ -20,8 +20,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OLD = 'half precision on a CPU is emulated from torch 2.1 on'
 needs_half = pytest.mark.skipif(not HAS_HALF_ON_CPU, reason=OLD)
 if not HAS_HALF_ON_CPU:
-    # Whatever test asks for it. That of its refusal has a way of its own.
-    emulation.require = lambda: pytest.skip(OLD)
+    def skip():
+        """Skip whatever test asks for it."""
+        pytest.skip(OLD)
+
+    emulation.require = skip
 
 
 def takes_fused():
