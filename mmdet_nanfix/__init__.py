@@ -98,7 +98,10 @@ def _is_own_command() -> bool:
 
     Tools read files; loading torch and mmdet would cost them seconds.
     """
-    argv = getattr(sys, 'orig_argv', [])
+    argv = getattr(sys, 'orig_argv', None)
+    if argv is None:
+        # Before Python 3.10. While it looks for the tool it is called so.
+        return sys.argv[:1] == ['-m']
     return any(flag == '-m' and name.startswith(f'{__name__}.')
                for flag, name in zip(argv, argv[1:]))
 

@@ -4,12 +4,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import autocast_is_on, cudas_autocast_dtype
+from conftest import autocast_is_on, cudas_autocast_dtype, needs_half
 
 from mmdet_nanfix import emulation
 from mmdet_nanfix.autocast_switch import STATE, autocast_dtype
 from mmdet_nanfix.emulation import cuda_autocast
 
+pytestmark = needs_half
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from conftest import needs_half
 from mmcv.ops import RoIAlign
 from mmcv.ops import multi_scale_deform_attn as host
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
@@ -10,6 +11,7 @@ from mmcv.utils import ext_loader
 from mmdet_nanfix import half_sampling
 from mmdet_nanfix.emulation import cuda_autocast
 
+pytestmark = needs_half
 HALF = torch.float16
 
 

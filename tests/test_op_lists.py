@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import needs_half
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -53,6 +54,7 @@ def run(operation, sample, enabled):
     return {value.dtype for value in found}
 
 
+@needs_half
 @pytest.mark.filterwarnings('ignore')
 def test_what_a_gpu_has_in_half_is_emulated():
     """Nothing is refused for its dtype, and nothing runs in bfloat16.

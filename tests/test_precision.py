@@ -3,6 +3,7 @@ import collections
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import needs_half
 
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.precision import (
@@ -89,6 +90,7 @@ class Sigmoids:
         return torch.sigmoid(x, out=out)
 
 
+@needs_half
 def test_sigmoids_of_some_code():
     x = torch.full((1, ), 12.).half()
     codes = {Sigmoids.own.__code__, Sigmoids.into.__code__, *(

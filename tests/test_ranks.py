@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs_half
 
 from mmdet_nanfix.torch_support import HAS_CPU_SCALER
 
@@ -131,4 +131,4 @@ def test_a_matcher_that_would_raise_on_one_rank(together):
     assert first['said'][0]['nanfix_total'] == 1
 
 
-pytestmark = pytest.mark.timeout(LIMIT + 30)
+pytestmark = [needs_half, pytest.mark.timeout(LIMIT + 30)]

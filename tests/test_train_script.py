@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, said_in
+from conftest import ROOT, needs_half, said_in
 from demo import train_script
 from mmcv.transforms import BaseTransform
 from mmdet.registry import TRANSFORMS
@@ -63,6 +63,7 @@ def test_a_dumped_config_is_stripped_as_the_readme_says(tiny_config,
     assert done.stdout.strip() == 'AmpOptimWrapper', done.stderr
 
 
+@needs_half
 def test_amp_flag_writes_the_per_head_log(tiny_config, tmp_path):
     # The weight overflows the box head's gradients at every scale from 16.
     box = tiny_config.model.roi_head.bbox_head
@@ -202,6 +203,7 @@ def test_a_healthy_run_equals_stocks_bit_for_bit(tiny_config, tmp_path):
     assert all(torch.equal(stock[name], ours[name]) for name in stock)
 
 
+@needs_half
 def test_a_run_killed_in_an_incident_leaves_a_readable_log(
         tiny_config, tmp_path, capsys):
     tiny_config.model.roi_head.bbox_head.loss_cls.loss_weight = 1e39
