@@ -11,7 +11,7 @@ import overhead
 import pytest
 import regions_cost
 import torch
-from conftest import ROOT, autocast_is_on
+from conftest import ROOT, autocast_is_on, needs_half
 
 
 @pytest.fixture(scope='module')
@@ -54,6 +54,7 @@ def test_the_cost_of_regions_is_measured():
 
 @pytest.mark.filterwarnings(
     'ignore:(Using torch.cross|torch.chain_matmul is deprecated)')
+@needs_half
 def test_the_emulation_agrees_with_itself():
     found = list(gpu_agreement.compare_operations('cpu'))
     assert len(found) > 100
