@@ -100,8 +100,12 @@ def _is_own_command() -> bool:
     """
     argv = getattr(sys, 'orig_argv', None)
     if argv is None:
-        # Before Python 3.10. While it looks for the tool it is called so.
-        return sys.argv[:1] == ['-m']
+        # Before Python 3.10.
+        try:
+            with open('/proc/self/cmdline') as file:
+                argv = file.read().split('\0')
+        except OSError:
+            argv = []
     return any(flag == '-m' and name.startswith(f'{__name__}.')
                for flag, name in zip(argv, argv[1:]))
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
-__all__ = ['STATE', 'autocast_dtype', 'patches']
+__all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'patches']
 
 #: Where, which name, and how the replacement is made of the original.
 _Patch = Tuple[Any, str, Callable[[Any], Any]]
@@ -60,6 +60,11 @@ def autocast_dtype() -> torch.dtype:
     return STATE.dtype
 
 
+def autocast_is_on() -> bool:
+    """Tell if autocast is on in this thread, before torch 2.4."""
+    return STATE.enabled if STATE.depth else _is_on_cpu()
+
+
 def _gpu_dtype() -> torch.dtype:
     """Return the dtype that CUDA's autocast is taken to have."""
     # Outside of all regions, CUDA's default.
@@ -88,11 +93,14 @@ def _cpu_region(original: Any) -> Any:
     return __init__
 
 
-def _cpu_enter(original: Any) -> Any:
+def _cpu_enter(original: Any, held: Callable[[], Any]) -> Any:
     """Regions that were made before the registration count too."""
 
     def __enter__(self: Any) -> Any:  # noqa: N807
-        self.__dict__.setdefault('_nanfix_devices', []).append(self.device)
+        # Where torch keeps autocast on in a disabled region, that must not
+        # outlive the registration.
+        self.__dict__.setdefault('_nanfix_devices', []).append(
+            (self.device, None if AUTOCAST_BY_DEVICE else held()))
         if self.device == 'cuda':
             self.device = 'cpu'
         if not STATE.depth and not AUTOCAST_BY_DEVICE:
@@ -113,15 +121,16 @@ def _cpu_exit(original: Any) -> Any:
         STATE.depth -= bool(devices)
         out = original(self, *exc)
         if devices:
-            self.device = devices.pop()
+            self.device, _ = devices.pop()
         return out
 
     return __exit__
 
 
-def _regions() -> Iterator[_Patch]:
+def _regions(held: Callable[[], Any]) -> Iterator[_Patch]:
     yield autocast_mode.autocast, '__init__', _cpu_region
-    yield autocast_mode.autocast, '__enter__', _cpu_enter
+    yield autocast_mode.autocast, '__enter__', functools.partial(
+        _cpu_enter, held=held)
     yield autocast_mode.autocast, '__exit__', _cpu_exit
 
 
@@ -140,14 +149,15 @@ class _TorchForFunctions:
         return self._held() if on and device_type in ((), ('cuda', )) else on
 
 
-def _holding(held: Callable[[], Any]) -> Callable[[Any], Any]:
+def _holding(held: Callable[[bool], Any]) -> Callable[[Any], Any]:
+    """Where it is off too, if torch cannot enter such a region again."""
 
     def make(original: Any) -> Any:
 
         def _get_autocast_kwargs(*args: Any, **kwargs: Any) -> Any:
             device, cpu = original(*args, **kwargs)
-            if cpu['enabled']:
-                cpu['enabled'] = held()
+            if cpu['enabled'] or not AUTOCAST_BY_DEVICE:
+                cpu['enabled'] = held(bool(cpu['enabled']))
             return device, cpu
 
         return _get_autocast_kwargs
@@ -207,9 +217,6 @@ def _by_name() -> Iterator[_Patch]:
 
         return _cast
 
-    def is_enabled() -> bool:
-        return STATE.enabled
-
     def switch(original: Any) -> Any:
 
         def set_autocast_enabled(enabled: Any) -> None:
@@ -218,8 +225,8 @@ def _by_name() -> Iterator[_Patch]:
 
         return set_autocast_enabled
 
-    yield torch, 'is_autocast_enabled', lambda original: is_enabled
-    yield torch, 'is_autocast_cpu_enabled', lambda original: is_enabled
+    yield torch, 'is_autocast_enabled', lambda original: autocast_is_on
+    yield torch, 'is_autocast_cpu_enabled', lambda original: autocast_is_on
     yield torch, 'set_autocast_enabled', switch
     yield torch, 'set_autocast_cpu_enabled', switch
     yield torch, 'get_autocast_gpu_dtype', lambda original: _gpu_dtype
@@ -233,13 +240,14 @@ def _not_compiled(make: Callable[[Any], Any], original: Any) -> Any:
     return not_compiled(make(original))
 
 
-def patches(held: Callable[[], Any], clear: Callable[[], None]
+def patches(held: Callable[..., Any], clear: Callable[[], None]
             ) -> Iterator[_Patch]:
     """Yield what is replaced in torch while the emulation is registered.
 
     Args:
-        held: Makes a true answer that may be kept: a checkpointed forward
-            and ``custom_fwd`` remember that autocast was on.
+        held: Makes an answer that may be kept, true or as its argument says:
+            a checkpointed forward and ``custom_fwd`` remember whether
+            autocast was on.
         clear: Called where autocast forgets its half copies of weights.
     """
 
@@ -251,7 +259,7 @@ def patches(held: Callable[[], Any], clear: Callable[[], None]
 
         return clear_autocast_cache
 
-    yield from _regions()
+    yield from _regions(held)
     if AUTOCAST_BY_DEVICE:
         yield from _by_device()
     else:

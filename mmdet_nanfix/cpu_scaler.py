@@ -17,8 +17,8 @@ _READY, _UNSCALED, _STEPPED = 'ready', 'unscaled', 'stepped'
 class CpuGradScaler:
     """Scale losses, unscale gradients and find what is not finite.
 
-    Arguments, methods, rules and errors are those of
-    ``torch.amp.GradScaler``, for gradients on a CPU; a test compares both.
+    Arguments, methods and rules are those of ``torch.amp.GradScaler``, for
+    gradients on a CPU; a test compares both.
 
     Args:
         init_scale: First loss scale.
@@ -118,8 +118,9 @@ class CpuGradScaler:
         grads = _grads(optimizer)
         self._check_inf_per_device(optimizer)
         inverse = self._scaled('unscale_').double().reciprocal().float()
-        for grad in grads:
-            grad.mul_(inverse)
+        with torch.no_grad():
+            for grad in grads:
+                grad.mul_(inverse)
         state['stage'] = _UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +131,9 @@ class CpuGradScaler:
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if 'closure' in kwargs:
+            raise RuntimeError('Expected no closure: a step that is skipped '
+                               'could not take it back')
         self._scaled('step')
         state = self._state(optimizer)
         if state['stage'] == _STEPPED:
@@ -162,12 +166,12 @@ class CpuGradScaler:
                                'update()')
         elif any(state['bad'] if 'bad' in state else
                  _any(state['found_inf_per_device']) for state in states):
-            scale.mul_(self._backoff_factor)
+            scale.fill_(float(scale) * self._backoff_factor)
             self._growth_tracker = 0
         else:
             self._growth_tracker += 1
             if self._growth_tracker == self._growth_interval:
-                grown = scale * self._growth_factor
+                grown = (scale.double() * self._growth_factor).float()
                 if grown.isfinite():
                     scale.copy_(grown)
                 self._growth_tracker = 0

@@ -32,29 +32,35 @@ import torch
 
 from .autocast_switch import STATE, patches
 from .half_ops import CastCache, half_kernels, stock_only
-from .torch_support import HALVES, HAS_HALF_ON_CPU, destroy
+from .torch_support import (
+    AUTOCAST_BY_DEVICE,
+    HALVES,
+    HAS_HALF_ON_CPU,
+    destroy,
+)
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 
 
-class _Yes:
-    """A true answer that keeps the registration while it is remembered.
+class _Answer:
+    """An answer that keeps the registration while it is remembered.
 
     A checkpointed forward and ``custom_fwd`` remember whether CUDA's
     autocast was on, to enter it again in the backward. The graph that
     holds the answer so holds the registration. Nobody else gets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, value: bool = True) -> None:
         _INSTALLATION.__enter__()
         self._holds = True
+        self._value = value
 
     def __bool__(self) -> bool:
-        return True
+        return self._value
 
     def __reduce__(self) -> Any:
         # A copy is a plain answer, and holds nothing.
-        return bool, (True, )
+        return bool, (self._value, )
 
     def __del__(self) -> None:
         # Whoever made it without __init__ acquired nothing.
@@ -73,6 +79,7 @@ class _Installation:
         self._kernels: Dict[str, Callable[..., Any]] = {}
         self._let_through: List[str] = []
         self._originals: Dict[Any, Any] = {}
+        self._scripted = True
 
     def __enter__(self) -> None:
         require()
@@ -81,11 +88,16 @@ class _Installation:
             if self._count == 1:
                 self._register()
                 self._patch()
+                if not AUTOCAST_BY_DEVICE:
+                    # Scripted code would autocast by torch's own state.
+                    self._scripted = torch._C._jit_set_autocast_mode(False)
 
     def __exit__(self, *exc: Any) -> None:
         with self._lock:
             self._count -= 1
             if self._count == 0 and self._library is not None:
+                if not AUTOCAST_BY_DEVICE:
+                    torch._C._jit_set_autocast_mode(self._scripted)
                 destroy(self._library)
                 self._library = None
                 self._cache.clear()
@@ -120,7 +132,7 @@ class _Installation:
 
     def _patch(self) -> None:
         """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
-        for place, name, make in patches(_Yes, self._cache.clear):
+        for place, name, make in patches(_Answer, self._cache.clear):
             original = place.__dict__[name]
             self._originals[place, name] = original
             setattr(place, name, make(original))

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from . import op_lists
-from .autocast_switch import STATE, autocast_dtype
+from .autocast_switch import autocast_dtype, autocast_is_on
 from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
 __all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
@@ -294,8 +294,11 @@ def _fp32_inside(op: Kernel) -> Kernel:
             dtypes = _dtypes(args, kwargs)
             named = next((value for value in (*args, *kwargs.values())
                           if isinstance(value, torch.dtype)), None)
-            if len(dtypes) != 1 or not dtypes <= set(HALVES) or (
-                    named not in (None, *HALVES)):
+            if named is None:
+                is_half = len(dtypes) == 1 and dtypes <= set(HALVES)
+            else:
+                is_half = named in HALVES and len(dtypes) < 2
+            if not is_half:
                 return op(*args, **kwargs)
             (dtype, ) = dtypes if named is None else {named}
             with _as_one(name):
@@ -307,12 +310,28 @@ def _fp32_inside(op: Kernel) -> Kernel:
     return kernel
 
 
+def _in_place(op: Kernel) -> Kernel:
+    """Compute in fp32, and write to the half tensor that is the first."""
+    name = _packet(op).rstrip('_')
+
+    def kernel(first: Any, *args: Any, **kwargs: Any) -> Any:
+        with _below_autocast():
+            dtypes = _dtypes((first, *args), kwargs)
+            if len(dtypes) != 1 or not dtypes <= set(HALVES):
+                return op(first, *args, **kwargs)
+            with _as_one(name):
+                args, kwargs = _cast(args, kwargs, Tensor.float)
+                return first.copy_(op(first.float(), *args, **kwargs))
+
+    return kernel
+
+
 def _switched(maker: Callable[[Kernel], Kernel], op: Kernel) -> Kernel:
     """Make a kernel for where autocast is on, and one for where it is off."""
     on, off = maker(op), _fp32_inside(op)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (on if STATE.enabled else off)(*args, **kwargs)
+        return (on if autocast_is_on() else off)(*args, **kwargs)
 
     return call
 
@@ -372,8 +391,9 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
     if not AUTOCAST_BY_DEVICE:
         lists = [(names, functools.partial(_switched, maker))
                  for names, maker in lists]
-        lists.append((op_lists.NO_HALF_BEFORE_24, _fp32_inside))
-    lists += [(op_lists.NORMS, _norm),
+        lists += [(op_lists.NO_HALF_BEFORE_24, _fp32_inside),
+                  (op_lists.IN_PLACE_BEFORE_24, _in_place)]
+    lists += [(op_lists.NORMS, _norm), (op_lists.IN_PLACE, _in_place),
               (op_lists.NO_HALF_ON_CPU, _fp32_inside)]
     kernels: Dict[str, Kernel] = {}
     for names, maker in lists:

@@ -4,8 +4,9 @@ Source of the lists: ``ATen/autocast_mode.h`` of PyTorch. An operation that a
 version of torch does not have is passed over.
 """
 __all__ = [
-    'BANNED', 'FP32', 'FP32_APPEND', 'FP32_OUTPUT', 'LOWER', 'LOWER_CUDNN',
-    'NORMS', 'NO_HALF_BEFORE_24', 'NO_HALF_ON_CPU', 'PROMOTE'
+    'BANNED', 'FP32', 'FP32_APPEND', 'FP32_OUTPUT', 'IN_PLACE',
+    'IN_PLACE_BEFORE_24', 'LOWER', 'LOWER_CUDNN', 'NORMS',
+    'NO_HALF_BEFORE_24', 'NO_HALF_ON_CPU', 'PROMOTE'
 ]
 
 # Run in half: inputs rounded to the autocast dtype, fp32 accumulation.
@@ -62,6 +63,9 @@ NORMS = ('batch_norm', 'instance_norm')
 # On no list of CUDA's, which has half kernels where the CPU has none.
 NO_HALF_ON_CPU = ('avg_pool3d', 'rrelu', 'round.decimals')
 
+# Of these what is written in place.
+IN_PLACE = ('rrelu_', )
+
 # Likewise before torch 2.4, which brought half kernels for the CPU (seen to
 # be missing in 2.1.2).
 NO_HALF_BEFORE_24 = (
@@ -77,3 +81,9 @@ NO_HALF_BEFORE_24 = (
     'multinomial nanmedian nanmedian.dim native_dropout reflection_pad1d '
     'reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d '
     'replication_pad3d topk trace').split()
+
+# What is written in place, likewise.
+IN_PLACE_BEFORE_24 = (
+    'addbmm_ addcdiv_ addmm_ addmv_ addr_ alpha_dropout_ atan2_ baddbmm_ '
+    'bernoulli_.float bernoulli_.Tensor cumprod_ cumsum_ dropout_ '
+    'feature_alpha_dropout_ feature_dropout_ hypot_ logit_').split()

@@ -290,6 +290,20 @@ def _marked(function: Method, mark: str = MARK) -> Method:
     return function
 
 
+def _passing_on(function: Method) -> Method:
+    """Wrap a function without its attributes.
+
+    By them older dynamos would find the function of a bound method, and lose
+    what it is bound to.
+    """
+
+    @functools.wraps(function, updated=())
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return call
+
+
 def wrap(kind: type, name: str, make: Callable[[Method], Method],
           mark: str = MARK) -> None:
     """Wrap a method in the class that defines it, once.
@@ -313,7 +327,7 @@ def wrap(kind: type, name: str, make: Callable[[Method], Method],
     if wrapped is not original:
         if not AUTOCAST_BY_DEVICE:
             # Older dynamos raise at super() in a method that is wrapped.
-            wrapped = not_compiled(wrapped)
+            wrapped = _passing_on(not_compiled(wrapped))
         setattr(base, name, _marked(wrapped, mark))
 
 

@@ -19,6 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 OLD = 'half precision on a CPU is emulated from torch 2.1 on'
 needs_half = pytest.mark.skipif(not HAS_HALF_ON_CPU, reason=OLD)
+REQUIRE = emulation.require
 if not HAS_HALF_ON_CPU:
     def skip():
         """Skip whatever test asks for it."""
@@ -52,6 +53,12 @@ def cudas_autocast_dtype():
     if AUTOCAST_BY_DEVICE:
         return torch.get_autocast_dtype('cuda')
     return torch.get_autocast_gpu_dtype()
+
+
+@pytest.fixture
+def real_require(monkeypatch):
+    """For tests of the refusal itself."""
+    monkeypatch.setattr(emulation, 'require', REQUIRE)
 
 
 class Branch(nn.Module):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import autocast_is_on, cudas_autocast_dtype, needs_half
+from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix import emulation
 from mmdet_nanfix.autocast_switch import STATE, autocast_dtype
@@ -79,3 +80,69 @@ def test_threads_have_states_of_their_own():
         thread.start()
         thread.join()
     assert seen == [(SINGLE, False)]
+
+
+def test_the_state_of_torchs_own_regions_counts():
+    seen = []
+
+    def other():
+        with torch.autocast('cpu', BRAIN):
+            inside.set()
+            entered.wait(10)
+            seen.append((product(), autocast_is_on()))
+
+    inside, entered = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    with cuda_autocast():
+        entered.set()
+        thread.join()
+    with torch.autocast('cpu', BRAIN), emulation.installed():
+        seen.append((product(), autocast_is_on()))
+    assert seen == [(BRAIN, True)] * 2
+    with emulation.installed():
+        assert not autocast_is_on()
+
+
+@pytest.mark.parametrize('use_reentrant', [True, False])
+def test_a_checkpoint_in_a_disabled_region(use_reentrant):
+    """What is computed again needs the half kernels, too."""
+    x = torch.rand(1, 1, 4, 4, requires_grad=True)
+    with cuda_autocast(), torch.autocast('cuda', enabled=False):
+        out = checkpoint(lambda y: F.max_pool2d(y.half(), 2).exp(), x,
+                         use_reentrant=use_reentrant)
+    assert out.dtype == HALF
+    out.sum().float().backward()
+    assert x.grad.count_nonzero() == 4
+    del out
+    assert not emulation.is_emulating()
+
+
+def test_a_registration_that_ends_in_a_disabled_region():
+    x = torch.rand(2, 2, requires_grad=True)
+    with cuda_autocast():
+        loss = checkpoint(lambda y: F.linear(y, y), x,
+                          use_reentrant=False).float().sum()
+    with torch.autocast('cuda', enabled=False):
+        loss.backward()
+        del loss
+        assert product() == SINGLE and not autocast_is_on()
+    assert not autocast_is_on() and not emulation.is_emulating()
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_scripted_code():
+    """It asks torch itself, whose CPU may only know bfloat16."""
+    scripted = torch.jit.script(_product)
+    x = torch.full((1, 1), 1 + 2**-10)
+    for _ in range(3):
+        with cuda_autocast():
+            out = scripted(x)
+            assert out.dtype == HALF and torch.equal(out, F.linear(x, x))
+            with torch.autocast('cuda', enabled=False):
+                assert scripted(x).dtype == SINGLE
+
+
+def _product(x: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(x, x)

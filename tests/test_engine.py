@@ -464,7 +464,8 @@ def test_parts_in_fp32_that_a_model_does_not_have(toy, said):
                for line in said()) == 2
 
 
-def test_half_on_a_cpu_needs_what_it_is_emulated_with(toy, monkeypatch):
+def test_half_on_a_cpu_needs_what_it_is_emulated_with(toy, monkeypatch,
+                                                      real_require):
     monkeypatch.setattr(emulation, 'HAS_HALF_ON_CPU', False)
     with pytest.raises(RuntimeError, match='needs torch 2.1'):
         wrap(toy)

@@ -161,3 +161,11 @@ def test_layers_of_torch_and_containers_of_them(make):
     assert 'forward' not in vars(layer)
     assert not hasattr(nn.Linear.forward, '__wrapped__')
     torch.jit.script(nn.Linear(2, 2))
+
+
+def test_a_bound_method_of_a_wrapped_class_is_compiled():
+    part = Derived()
+    install_part(part)
+    x = torch.ones(2, 2)
+    out = torch.compile(part.forward, backend='eager')(x)
+    assert torch.equal(out, part(x))

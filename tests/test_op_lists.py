@@ -31,6 +31,7 @@ LEFT = {
            '_softmax_backward_data', 'native_batch_norm',
            '_native_batch_norm_legit', 'max_pool2d_with_indices_backward'),
            'is called by kernels, which compute in fp32')),
+    'addbmm_': 'torch 2.1 resizes what it writes to',
     'matrix_exp': 'mixes dtypes inside',
     'torch.ops.aten._safe_softmax.default': 'is called by attention',
 }
@@ -42,16 +43,30 @@ def to_half(value):
     return value.detach().half().requires_grad_(value.requires_grad)
 
 
-def run(operation, sample, enabled):
+def backward(out):
+    """Go back from what came out, and return its tensors."""
+    found = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+    ends = [value for value in found if value.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    return found
+
+
+def run(call, sample, enabled, in_place=False):
     """Dtypes that come out; goes back from them too."""
     first, args, kwargs = tree_map(
         to_half, (sample.input, sample.args, sample.kwargs))
     with cuda_autocast(), torch.autocast('cpu', enabled=enabled):
-        out = operation.op(first, *args, **kwargs)
-    found = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-    ends = [value for value in found if value.requires_grad]
-    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    return {value.dtype for value in found}
+        out = call(first.clone() if in_place else first, *args, **kwargs)
+    return {value.dtype for value in backward(out)}
+
+
+def runs_in_place(call, sample):
+    """Whether it does in fp32, with these shapes and a gradient."""
+    try:
+        backward(call(sample.input.clone(), *sample.args, **sample.kwargs))
+    except Exception:
+        return False
+    return True
 
 
 @needs_half
@@ -77,14 +92,20 @@ def test_what_a_gpu_has_in_half_is_emulated():
                                           requires_grad=back)
         for sample in itertools.islice(samples, 2):
             for enabled in (True, False):
-                seen += 1
-                try:
-                    dtypes = run(operation, sample, enabled)
-                except Exception as error:
-                    bad[operation.name] = f'{enabled}: {error}'[:200]
-                else:
-                    if torch.bfloat16 in dtypes:
-                        bad[operation.name] = f'{enabled}: bfloat16'
+                for in_place, call in enumerate((
+                        operation.op, operation.inplace_variant)):
+                    if call is None or in_place and not runs_in_place(
+                            call, sample):
+                        continue
+                    seen += 1
+                    name = f'{operation.name}{"_" * in_place}'
+                    try:
+                        dtypes = run(call, sample, enabled, in_place)
+                    except Exception as error:
+                        bad[name] = f'{enabled}: {error}'[:200]
+                    else:
+                        if torch.bfloat16 in dtypes:
+                            bad[name] = f'{enabled}: bfloat16'
     assert {name: said for name, said in bad.items()
             if name not in LEFT} == {}
     assert seen > 1500

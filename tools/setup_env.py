@@ -62,7 +62,7 @@ class Stack(NamedTuple):
 
 STACKS = {
     'main': Stack('.venv', ((3, 11), (3, 12), (3, 13)), '2.13.0', '2.4.6', 3),
-    # The newest torch that mmcv 2 has ready-made wheels for. The package
+    # The newest torch that mmcv 2.1.0 has ready-made wheels for. The package
     # index has it with CUDA only on x86, without which it cannot be imported.
     'common': Stack('.venv-common', ((3, 10), (3, 9), (3, 11)), '2.1.2',
                     '1.26.4', 8),
