@@ -160,7 +160,8 @@ class Guarded(OptimWrapper):
         if has_compiled_parts(model) and not HAS_EAGER_STANCE:
             say(f'torch {torch.__version__} cannot run compiled parts of a '
                 'model as they are written (2.6 can): where something begins '
-                'in them, a line of the compiled code is named')
+                'in them, a line of the compiled code is named; in emulated '
+                'half before 2.4 they keep the dtype that they began with')
         if self._guard.buffers.exempt:
             names = sorted(self._guard.buffers.exempt)
             say(f'{len(names)} buffers hold non-finite numbers from the '

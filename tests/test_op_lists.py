@@ -24,6 +24,7 @@ LEFT = {
         '4inputs_with_extra_args')), 'is compiled for a GPU'),
     **(dict.fromkeys((
         'nn.functional.avg_pool3d', 'nn.functional.rrelu',
+        'nn.functional.rrelu_',
         '_upsample_bilinear2d_aa', 'nn.functional.multi_margin_loss',
         'nn.functional.multilabel_margin_loss'),
         'with autocast off a CPU refuses half') if AUTOCAST_BY_DEVICE else
