@@ -238,6 +238,7 @@ def test_an_unwritable_log_never_stops_training(tiny_config, tmp_path):
     assert sum('step skipped' in line for line in lines) == 4
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not os.path.isdir(BCCD), reason=f'{BCCD} is not there')
 def test_any_coco_folder(tmp_path, monkeypatch):
     monkeypatch.setenv('COCO_FOLDER', BCCD)
