@@ -6,6 +6,8 @@ configs differ by ``custom_imports`` alone. The run without the guard is the
 stock class with its device check bypassed (see ``bench/stock.py``), since it
 refuses a CPU.
 """
+from __future__ import annotations
+
 import argparse
 import glob
 import json
@@ -15,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Sequence
 
 import torch
 from rich.console import Console
@@ -76,7 +78,7 @@ def newest(name: str, pattern: str) -> str:
     return max(found, key=os.path.getmtime)
 
 
-def batch_norm_state(weights: Dict[str, torch.Tensor]) -> str:
+def batch_norm_state(weights: dict[str, torch.Tensor]) -> str:
     """What the running statistics have seen, and whether they are finite."""
     running = [value for key, value in weights.items() if 'running_' in key]
     bad = sum(not torch.isfinite(value).all() for value in running)
@@ -86,7 +88,7 @@ def batch_norm_state(weights: Dict[str, torch.Tensor]) -> str:
     return f'{state}, fed by {seen} batches'
 
 
-def read_run(name: str) -> Dict[str, Any]:
+def read_run(name: str) -> dict[str, Any]:
     """What a run left behind: checkpoint, scalars, output."""
     # Our own checkpoint of a minute ago; it holds MMEngine objects.
     checkpoint = torch.load(newest(name, 'epoch_*.pth'), 'cpu',
@@ -117,12 +119,12 @@ def stock_steps_lost(steps: int) -> int:
     return steps - int(taken.group(1)) if taken else steps
 
 
-def side_by_side(stock: Dict[str, Any], guarded: Dict[str, Any]) -> Table:
+def side_by_side(stock: dict[str, Any], guarded: dict[str, Any]) -> Table:
     """Both runs in one table."""
     table = Table('', 'stock, loss_scale=512.', 'with mmdet_nanfix',
                   title='The same config, seed and data; emulated half '
                   'precision on a CPU', title_justify='left')
-    rows: List[Any] = [
+    rows: list[Any] = [
         ('optimizer steps lost',
          *(f'{run["lost"]} of {run["steps"]}' for run in (stock, guarded))),
         ('loss scale at the end',
@@ -145,8 +147,8 @@ def side_by_side(stock: Dict[str, Any], guarded: Dict[str, Any]) -> Table:
     return table
 
 
-def check(stock: Dict[str, Any], guarded: Dict[str, Any],
-          incidents: Sequence[Dict[str, Any]]) -> Optional[str]:
+def check(stock: dict[str, Any], guarded: dict[str, Any],
+          incidents: Sequence[dict[str, Any]]) -> str | None:
     """Why the demo did not show what it is for, or None."""
     if stock['lost'] != stock['steps'] or stock['moved']:
         return 'the stock run took steps: nothing overflowed at 512'

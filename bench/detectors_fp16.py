@@ -12,11 +12,13 @@ the preprocessor of a ``-caffe`` config meets weights of torchvision: features
 are some hundred times larger than they should be. With the right
 normalization this tiny model trains at 512.
 """
+from __future__ import annotations
+
 import copy
 import os
 import tempfile
 import warnings
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import families
 import mmdet
@@ -61,7 +63,7 @@ def _config(checkpoint: str) -> Config:
     cfg = Config.fromfile(os.path.join(
         os.path.dirname(mmdet.__file__), '.mim', 'configs', 'detectors',
         'detectors_cascade-rcnn_r50_1x_coco.py'))
-    values: Dict[str, Any] = {
+    values: dict[str, Any] = {
         'backbone.init_cfg.checkpoint': checkpoint,
         'backbone.base_channels': _BASE, 'backbone.stem_channels': _BASE,
         'neck.rfp_backbone.pretrained': checkpoint,
@@ -90,8 +92,8 @@ def build() -> nn.Module:
         return families.build_from(_config(path))
 
 
-def _train(model: nn.Module, wrapper: Dict[str, Any], steps: int
-           ) -> Tuple[int, float]:
+def _train(model: nn.Module, wrapper: dict[str, Any], steps: int
+           ) -> tuple[int, float]:
     """Optimizer steps that were made, and the loss scale at the end."""
     model = copy.deepcopy(model)
     built = build_optim_wrapper(model, dict(
@@ -107,7 +109,7 @@ def _train(model: nn.Module, wrapper: Dict[str, Any], steps: int
     return made, built.loss_scaler.get_scale()
 
 
-def stock(model: nn.Module, steps: int = 3) -> Tuple[int, float]:
+def stock(model: nn.Module, steps: int = 3) -> tuple[int, float]:
     """Train with stock's wrapper at the fixed scale.
 
     Returns:
@@ -119,7 +121,7 @@ def stock(model: nn.Module, steps: int = 3) -> Tuple[int, float]:
 
 
 def guarded(model: nn.Module, steps: int = 3
-            ) -> Tuple[int, float, List[Dict[str, Any]]]:
+            ) -> tuple[int, float, list[dict[str, Any]]]:
     """The same, guarded, from the same scale.
 
     Returns:

@@ -4,6 +4,8 @@
 interleaved steps of Faster R-CNN R18-FPN (2 images of 320x240), their ratio,
 and the peak memory of each kind, measured in a process of its own.
 """
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
@@ -11,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 from mmdet.registry import MODELS
@@ -80,7 +82,7 @@ def main() -> None:
             step(model, batch, arguments.only)
         print(memory('VmHWM') - before)
         return
-    times: Dict[str, List[float]] = {kind: [] for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for index in range(arguments.steps + 2):
         for kind in KINDS:
             seconds = step(model, batch, kind)

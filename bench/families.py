@@ -3,10 +3,12 @@
 ``python bench/families.py`` trains each for three steps and prints the dtypes
 at the input of each head and of each loss, as in ``bench/families.md``.
 """
+from __future__ import annotations
+
 import argparse
 import copy
 import os
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, Set, Tuple
 
 import mmdet
 import numpy as np
@@ -92,7 +94,7 @@ def _shrink(model: Any) -> None:
         model.num_queries = 60
 
 
-def config(name: str, changes: Optional[Dict[str, Any]] = None) -> Config:
+def config(name: str, changes: dict[str, Any] | None = None) -> Config:
     """Of one of the tables, made tiny.
 
     Args:
@@ -110,7 +112,7 @@ def config(name: str, changes: Optional[Dict[str, Any]] = None) -> Config:
     return cfg
 
 
-def build(name: str, changes: Optional[Dict[str, Any]] = None) -> nn.Module:
+def build(name: str, changes: dict[str, Any] | None = None) -> nn.Module:
     """One of the tables, initialised from a fixed seed.
 
     Args:
@@ -131,7 +133,7 @@ def build_from(cfg: Config) -> nn.Module:
     return model.train()
 
 
-def batch_for(model: nn.Module, size: int = 128) -> Dict[str, Any]:
+def batch_for(model: nn.Module, size: int = 128) -> dict[str, Any]:
     """Two images with boxes and what else a model learns, always the same.
 
     A teacher and its student get the second image, without its boxes.
@@ -151,12 +153,12 @@ def has_masks(model: nn.Module) -> bool:
                for name, _ in model.named_modules())
 
 
-def _branches(batch: Dict[str, Any]) -> Dict[str, Any]:
+def _branches(batch: dict[str, Any]) -> dict[str, Any]:
     """One image with annotations, the other one twice without."""
     sample = batch['data_samples'][1]
     sample.set_metainfo(dict(homography_matrix=np.eye(3, dtype=np.float32)))
     del sample.gt_instances, sample.ignored_instances
-    out: Dict[str, Any] = {}
+    out: dict[str, Any] = {}
     for key, (labelled, bare) in batch.items():
         out[key] = {'sup': [labelled, None],
                     'unsup_teacher': [None, copy.deepcopy(bare)],
@@ -164,7 +166,7 @@ def _branches(batch: Dict[str, Any]) -> Dict[str, Any]:
     return out
 
 
-def samples_of(batch: Dict[str, Any]) -> Iterator[Tuple[int, Any]]:
+def samples_of(batch: dict[str, Any]) -> Iterator[tuple[int, Any]]:
     """Data samples with their place in the batch, of every branch."""
     samples = batch['data_samples']
     for branch in samples.values() if isinstance(samples, dict) else [samples]:
@@ -185,7 +187,7 @@ def _dtypes(value: Any) -> Iterator[str]:
             yield from _dtypes(item)
 
 
-def _watched(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
+def _watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Heads, stages of heads, and losses."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -199,8 +201,8 @@ def _watched(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 Seen = Dict[str, Tuple[Set[str], Set[str]]]
 
 
-def train(model: nn.Module, steps: int = 3, fp32: Optional[str] = None
-          ) -> Tuple[List[Dict[str, float]], Seen]:
+def train(model: nn.Module, steps: int = 3, fp32: str | None = None
+          ) -> tuple[list[dict[str, float]], Seen]:
     """Train in guarded emulated half.
 
     Args:

@@ -5,10 +5,12 @@ key, mmcv's operations, and three detectors, forward and backward, on both,
 and prints where they disagree. Exit status: 0 they agree, 1 they do not, 0
 with one line where there is no CUDA device.
 """
+from __future__ import annotations
+
 import argparse
 import copy
 import sys
-from typing import Any, Callable, ContextManager, Iterator, List, Tuple
+from typing import Any, Callable, ContextManager, Iterator, Tuple
 
 import torch
 from families import batch_for, build
@@ -83,7 +85,7 @@ def mmcv_operations() -> Iterator[Case]:
            (boxes, torch.rand(40).half()))
 
 
-def flat(value: Any) -> List[Tensor]:
+def flat(value: Any) -> list[Tensor]:
     """Tensors of nested containers, in order."""
     if isinstance(value, Tensor):
         return [value]
@@ -110,10 +112,10 @@ def difference(ours: Tensor, theirs: Tensor, bound: float) -> str:
         error > bound) else ''
 
 
-def compare_operations(device: str) -> Iterator[Tuple[str, str]]:
+def compare_operations(device: str) -> Iterator[tuple[str, str]]:
     """Name of each operation, and what differs on a device."""
     for name, call, args in (*listed_operations(), *mmcv_operations()):
-        results: List[Any] = []
+        results: list[Any] = []
         for place in ('cpu', device):
             torch.manual_seed(0)
             try:
@@ -132,7 +134,7 @@ def compare_operations(device: str) -> Iterator[Tuple[str, str]]:
 
 
 def losses_and_gradients(model: Any, device: str) -> Iterator[
-        Tuple[str, Tensor]]:
+        tuple[str, Tensor]]:
     """Each loss, and each part's gradient norm, of one step."""
     model = copy.deepcopy(model).to(device)
     model.data_preprocessor.to(device)
@@ -152,7 +154,7 @@ def losses_and_gradients(model: Any, device: str) -> Iterator[
             yield f'gradient of {name}', torch.stack(grads).norm()
 
 
-def compare_detectors(device: str) -> Iterator[Tuple[str, str]]:
+def compare_detectors(device: str) -> Iterator[tuple[str, str]]:
     """Losses and gradient norms of three detectors on both devices."""
     for name in DETECTORS:
         model = build(name)

@@ -7,10 +7,12 @@ operations that make something non-finite of finite inputs (attention masks,
 areas of large RoIs), ``reached`` those that reached a loss or a gradient.
 Exit status 1 where there is an incident or one has.
 """
+from __future__ import annotations
+
 import argparse
 import sys
 import warnings
-from typing import Any, Dict, Tuple
+from typing import Any
 
 import torch
 from families import FAMILIES, build, has_masks
@@ -21,7 +23,7 @@ from mmengine.optim import build_optim_wrapper
 __all__ = ['watch']
 
 
-def _batch(model: torch.nn.Module, seed: int, size: int) -> Dict[str, Any]:
+def _batch(model: torch.nn.Module, seed: int, size: int) -> dict[str, Any]:
     """Other pixels for each seed; one image is smaller and gets padded."""
     shapes = [(3, size, size), (3, size * 3 // 4, size // 2)]
     batch = demo_mm_inputs(
@@ -34,7 +36,7 @@ def _batch(model: torch.nn.Module, seed: int, size: int) -> Dict[str, Any]:
 
 
 def watch(name: str, steps: int = 30, size: int = 320
-          ) -> Tuple[int, int, int]:
+          ) -> tuple[int, int, int]:
     """Train a family and look at its last step again.
 
     Args:

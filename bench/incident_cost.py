@@ -6,11 +6,13 @@ time of the step that fails, in healthy steps, with the number of its
 replays; then the time of a run in which 1 % of the batches are bad against
 one without, interleaved step by step.
 """
+from __future__ import annotations
+
 import argparse
 import copy
 import statistics
 import time
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict
 
 import torch
 from emulation_cost import detector
@@ -27,40 +29,40 @@ __all__ = ['FAULTS', 'Run']
 Batch = Dict[str, Any]
 
 
-def _weight(name: str, factor: float) -> 'Spoil':
+def _weight(name: str, factor: float) -> Spoil:
 
-    def spoil(run: 'Run', batch: Batch) -> None:
+    def spoil(run: Run, batch: Batch) -> None:
         with torch.no_grad():
             run.model.get_parameter(name).mul_(factor)
 
     return spoil
 
 
-def _pixel(run: 'Run', batch: Batch) -> None:
+def _pixel(run: Run, batch: Batch) -> None:
     batch['inputs'] = [image.float() for image in batch['inputs']]
     batch['inputs'][1][0, 40, 40] = float('nan')
 
 
-def _pixels(run: 'Run', batch: Batch) -> None:
+def _pixels(run: Run, batch: Batch) -> None:
     batch['inputs'] = [image.float() for image in batch['inputs']]
     batch['inputs'][1] *= 1e6
 
 
-def _box(run: 'Run', batch: Batch) -> None:
+def _box(run: Run, batch: Batch) -> None:
     boxes = batch['data_samples'][1].gt_instances.bboxes
     getattr(boxes, 'tensor', boxes)[0, 2] = float('nan')
 
 
-def _gradients(run: 'Run', batch: Batch) -> None:
+def _gradients(run: Run, batch: Batch) -> None:
     run.model.get_submodule('rpn_head.loss_cls').loss_weight = 1e7
 
 
-def _scale(run: 'Run', batch: Batch) -> None:
+def _scale(run: Run, batch: Batch) -> None:
     run.wrapper._scale.scale = 2.**30
     run.wrapper._rescale(2.**30)
 
 
-def _hot(run: 'Run', batch: Batch) -> None:
+def _hot(run: Run, batch: Batch) -> None:
     """A hidden layer leaves half's range, and nothing else does."""
     head = run.model.get_submodule('roi_head.bbox_head')
     with torch.no_grad():
@@ -71,7 +73,7 @@ def _hot(run: 'Run', batch: Batch) -> None:
 
 
 Spoil = Callable[['Run', Batch], None]
-FAULTS: Dict[str, Spoil] = {
+FAULTS: dict[str, Spoil] = {
     'a NaN pixel': _pixel,
     'pixels a million times too large': _pixels,
     'a NaN box': _box,
@@ -104,14 +106,14 @@ class Run:
 
 
 def _incident(model: nn.Module, batch: Batch, spoil: Spoil
-              ) -> Tuple[float, float, int]:
+              ) -> tuple[float, float, int]:
     """Seconds of a healthy step and of one that fails; replays of it."""
     run = Run(model)
     healthy = statistics.median(
         [run.step(copy.deepcopy(batch), seed) for seed in range(5)][1:])
     bad = copy.deepcopy(batch)
     spoil(run, bad)
-    made: List[Any] = []
+    made: list[Any] = []
     original = replay.Replays.run
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ values are such that half can hold them: up to 65504, boxes of up to 4000
 pixels, logits of up to 60 and far beyond, nothing at all, boxes that are
 identical or have no size.
 """
+from __future__ import annotations
+
 from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
@@ -313,7 +315,7 @@ COSTS: Table = (
 
 
 def every(table: Table) -> Iterator[
-        Tuple[str, Dict[str, Any], str, Tuple[Any, ...]]]:
+        tuple[str, dict[str, Any], str, tuple[Any, ...]]]:
     """Class, how to build it, and each of its inputs with its name."""
     for name, options, inputs in table:
         for called, args in inputs().items():

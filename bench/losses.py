@@ -9,8 +9,10 @@ predictions at a loss scale of 512: one that does not fit there is inf
 whatever the formula. ``Ours`` is ``Fp32<Name>``, for matching costs the
 regions; the reference is the same formula in fp64.
 """
+from __future__ import annotations
+
 import warnings
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator
 from unittest import mock
 
 import torch
@@ -41,8 +43,8 @@ def _total(out: Any) -> Tensor:
     return sum(map(_total, out)) if isinstance(out, tuple) else out.sum()
 
 
-def _value_and_gradient(module: nn.Module, args: Tuple[Any, ...],
-                        scale: float) -> Tuple[float, Tensor]:
+def _value_and_gradient(module: nn.Module, args: tuple[Any, ...],
+                        scale: float) -> tuple[float, Tensor]:
     pred, *rest = args
     pred = pred.detach().requires_grad_()
     out = _total(module(pred * 1, *rest))
@@ -85,7 +87,7 @@ def loss_rows() -> Iterator[str]:
     for name, options, inputs in LOSSES:
         if set(options) - {'num_classes'}:
             continue
-        found: List[Tuple[Any, ...]] = []
+        found: list[tuple[Any, ...]] = []
         for _, _, called, args in every(((name, options, inputs), )):
             if called.startswith(UNREAL):
                 continue
@@ -131,7 +133,7 @@ def cost_rows() -> Iterator[str]:
             continue
         head = _Head(type=name, **options)
         (cost, ) = head.assigner.match_costs
-        found: List[Tuple[Any, ...]] = []
+        found: list[tuple[Any, ...]] = []
         regions.install(head, mend_cost=exact_cost)
         for _, _, called, args in every(((name, options, inputs), )):
             if called.startswith(UNREAL):

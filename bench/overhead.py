@@ -14,13 +14,15 @@ The rivals watch every step: torch's anomaly mode, a finite check in a
 forward hook of every module, and the debugging tool of ``transformers``,
 where that is installed.
 """
+from __future__ import annotations
+
 import argparse
 import collections
 import contextlib
 import copy
 import statistics
 import time
-from typing import Any, Callable, ContextManager, Dict, Iterator, List
+from typing import Any, Callable, ContextManager, Iterator
 
 import torch
 from emulation_cost import detector
@@ -43,7 +45,7 @@ class Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: Dict[str, int] = collections.Counter()
+        self.by_name: dict[str, int] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
@@ -114,7 +116,7 @@ def _anomaly(model: nn.Module) -> ContextManager[Any]:
     return torch.autograd.detect_anomaly(check_nan=True)
 
 
-def sides(rivals: bool = True) -> Dict[str, Side]:
+def sides(rivals: bool = True) -> dict[str, Side]:
     """Stock, ours and the rivals that are installed."""
     model = detector()
     stock = 'AmpOptimWrapper'
@@ -135,7 +137,7 @@ def sides(rivals: bool = True) -> Dict[str, Side]:
     return {**found, 'DebugUnderflowOverflow': rival}
 
 
-def count(side: Side, batch: Any) -> Dict[str, int]:
+def count(side: Side, batch: Any) -> dict[str, int]:
     """Operations and reads of one step, sampling alike on all sides."""
     torch.manual_seed(0)
     with Calls() as calls:
@@ -160,7 +162,7 @@ def main() -> None:
     batch = demo_mm_inputs(2, (3, 240, 320), num_items=[5, 5], num_classes=3)
     with stock_on_cpu():
         every = sides(rivals=not arguments.no_rivals)
-        times: Dict[str, List[float]] = {name: [] for name in every}
+        times: dict[str, list[float]] = {name: [] for name in every}
         for index in range(steps + 2):
             # Each in turn goes first: what runs after another is slower.
             names = list(every)

@@ -7,13 +7,15 @@ of neighbouring steps. Operations are those that reach the device. Memory is
 the peak of a process of its own above what it starts with. What stock's
 autocast refuses has no other side.
 """
+from __future__ import annotations
+
 import argparse
 import copy
 import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 import torch
 from emulation_cost import memory
@@ -29,7 +31,7 @@ __all__ = ['Side', 'row']
 class Side:
     """A copy of a model, trained with one setting of the regions."""
 
-    def __init__(self, model: nn.Module, fp32: Optional[str]) -> None:
+    def __init__(self, model: nn.Module, fp32: str | None) -> None:
         self.model = copy.deepcopy(model)
         self.wrapper = build_optim_wrapper(self.model, dict(
             type='NanSafeAmpOptimWrapper', loss_scale=64.,
@@ -50,7 +52,7 @@ class Side:
         return calls.total
 
 
-def peak(name: str, fp32: Optional[str]) -> int:
+def peak(name: str, fp32: str | None) -> int:
     """Peak memory of three steps, in KiB, in a process of their own."""
     done = subprocess.run(
         [sys.executable, __file__, name, '--only', str(fp32)],
@@ -64,7 +66,7 @@ def row(name: str, steps: int) -> str:
     batch = batch_for(model)
     modes = ('heads', ) if name in REFUSED else ('heads', None)
     sides = {mode: Side(model, mode) for mode in modes}
-    times: Dict[Any, List[float]] = {mode: [] for mode in modes}
+    times: dict[Any, list[float]] = {mode: [] for mode in modes}
     for index in range(steps + 1):
         for mode in modes[::1 if index % 2 else -1]:
             seconds = sides[mode].step(batch, index)

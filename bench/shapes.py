@@ -3,10 +3,12 @@
 ``python bench/shapes.py FOLDER`` writes ``train.json``, ``val.json`` and
 their images in a second or two.
 """
+from __future__ import annotations
+
 import argparse
 import json
 import os
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Sequence
 
 import cv2
 import numpy as np
@@ -19,7 +21,7 @@ SPLITS = {'train': 64, 'val': 16}
 
 
 def _draw(image: np.ndarray, label: int, box: Sequence[int],
-          color: Tuple[int, ...]) -> None:
+          color: tuple[int, ...]) -> None:
     x, y, width, height = box
     if label == 0:
         cv2.rectangle(image, (x, y), (x + width, y + height), color, -1)
@@ -33,7 +35,7 @@ def _draw(image: np.ndarray, label: int, box: Sequence[int],
 
 
 def _image(rng: np.random.Generator
-           ) -> Tuple[np.ndarray, List[Tuple[int, List[int]]]]:
+           ) -> tuple[np.ndarray, list[tuple[int, list[int]]]]:
     """One picture with a shape in two or three of its four quarters."""
     width, height = SIZE
     image = np.full((height, width, 3), rng.integers(90, 130, 3), np.uint8)
@@ -55,8 +57,8 @@ def _image(rng: np.random.Generator
 
 def _split(folder: str, name: str, count: int,
            rng: np.random.Generator) -> None:
-    images: List[Dict[str, Any]] = []
-    annotations: List[Dict[str, Any]] = []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     os.makedirs(os.path.join(folder, name), exist_ok=True)
     for index in range(count):
         image, shapes = _image(rng)

@@ -7,11 +7,13 @@ emulation of CUDA's. All decisions are the stock class's own.
 
 ``python bench/stock.py TRAIN_PY CONFIG ...`` runs a training script so.
 """
+from __future__ import annotations
+
 import contextlib
 import functools
 import runpy
 import sys
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator
 from unittest import mock
 
 import mmengine.optim.optimizer.amp_optimizer_wrapper as stock_module
@@ -28,10 +30,10 @@ __all__ = ['stock_on_cpu']
 
 
 @contextlib.contextmanager
-def _autocast(device_type: Optional[str] = None,
-              dtype: Optional[torch.dtype] = None,
+def _autocast(device_type: str | None = None,
+              dtype: torch.dtype | None = None,
               enabled: bool = True,
-              cache_enabled: Optional[bool] = None) -> Iterator[None]:
+              cache_enabled: bool | None = None) -> Iterator[None]:
     with emulation.cuda_autocast(dtype or torch.float16) if enabled else (
             contextlib.nullcontext()):
         yield
@@ -61,7 +63,7 @@ def main(argv: Any) -> None:
     """Run a training script with the stock class on a CPU."""
     script, *arguments = argv
     sys.argv = [script, *arguments]
-    taken: List[Any] = []
+    taken: list[Any] = []
     register_optimizer_step_post_hook(lambda *step: taken.append(None))
     with stock_on_cpu():
         runpy.run_path(script, run_name='__main__')

@@ -66,6 +66,8 @@ plain                 standard library (and rich, for tables)
 ``policy``            loss-scale and stop rules
 ====================  ===================================================
 """
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import sys

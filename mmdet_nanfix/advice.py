@@ -4,9 +4,11 @@ A change is proposed where a replay of the failing batch has shown that it
 helps; where nothing could be tried, the words say so. What people try in
 vain is named as well.
 """
+from __future__ import annotations
+
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from .causes import Reading
 from .records import Where
@@ -60,21 +62,21 @@ class Known:
     half: bool = False
     scale: float = 1.
     start: float = 1.
-    norm: Optional[float] = None
+    norm: float | None = None
     rate: float = math.nan
-    safe_rate: Optional[float] = None
+    safe_rate: float | None = None
     update_is_bad: bool = False
     growth: bool = False
     absurd: bool = False
-    eps: Optional[float] = None
-    moments: Optional[Reading] = None
-    term: Optional[str] = None
-    term_weight: Optional[float] = None
-    loss: Optional[str] = None
-    loss_type: Optional[str] = None
+    eps: float | None = None
+    moments: Reading | None = None
+    term: str | None = None
+    term_weight: float | None = None
+    loss: str | None = None
+    loss_type: str | None = None
     clips_anew: bool = False
     by_hook: bool = False
-    place: Callable[[str], Optional[Place]] = lambda name: (name, {})
+    place: Callable[[str], Place | None] = lambda name: (name, {})
 
     @property
     def forward_is_bad(self) -> bool:
@@ -86,7 +88,7 @@ class Known:
         return name in self.found.proven
 
 
-def advise(code: str, known: Known) -> Tuple[str, Optional[str]]:
+def advise(code: str, known: Known) -> tuple[str, str | None]:
     """Advice in words, and a config patch that can be pasted.
 
     Args:
@@ -106,7 +108,7 @@ def advise(code: str, known: Known) -> Tuple[str, Optional[str]]:
     return ' '.join(words), as_config(changes) if changes else None
 
 
-def _to_hook(changes: Dict[str, Any]) -> Dict[str, Any]:
+def _to_hook(changes: dict[str, Any]) -> dict[str, Any]:
     """The same with settings where the hook has them, whose win."""
     wrapper = dict(changes.get('optim_wrapper', {}))
     settings = wrapper.pop('nanfix', None)
@@ -131,13 +133,13 @@ def _code(value: Any) -> str:
     return repr(value)
 
 
-def _nested(path: str, value: Any) -> Dict[str, Any]:
+def _nested(path: str, value: Any) -> dict[str, Any]:
     for name in reversed(path.split('.')):
         value = {name: value}
     return value
 
 
-def _wrapper(**settings: Any) -> Dict[str, Any]:
+def _wrapper(**settings: Any) -> dict[str, Any]:
     return {'optim_wrapper': settings}
 
 
@@ -175,7 +177,7 @@ def _half(known: Known) -> Advice:
         if not known.proven('part in fp32'):
             return [*words, 'The step fails later all the same, so that '
                     'there is no change that is known to help.'], {}
-        changes: Dict[str, Any] = {'nanfix': {'fp32_modules': [found.part]}}
+        changes: dict[str, Any] = {'nanfix': {'fp32_modules': [found.part]}}
         if found.fits is not None:
             changes['nanfix']['init_scale'] = found.fits
         return _bounded(known, words, changes)
@@ -189,8 +191,8 @@ def _half(known: Known) -> Advice:
             'or a normalization before it.'], {}
 
 
-def _bounded(known: Known, words: List[str],
-             changes: Dict[str, Any]) -> Advice:
+def _bounded(known: Known, words: list[str],
+             changes: dict[str, Any]) -> Advice:
     """With a bound on the step, where its gradient is out of all bounds."""
     if known.absurd and known.norm is not None:
         bound = _down(known.norm)
@@ -201,7 +203,7 @@ def _bounded(known: Known, words: List[str],
     return words, _wrapper(**changes)
 
 
-def _clip(known: Known, bound: float) -> Dict[str, Any]:
+def _clip(known: Known, bound: float) -> dict[str, Any]:
     """A clipping for the config, whatever is there."""
     anew = {'_delete_': True} if known.clips_anew else {}
     return {**anew, 'max_norm': bound, 'norm_type': 2}
@@ -217,7 +219,7 @@ def _loss(known: Known) -> Advice:
                          f'{"Fp32" + known.loss_type!r}.')
         if not known.proven(name):
             return [*words, 'The step fails later all the same.'], {}
-        changes: Dict[str, Any] = {'nanfix': {'fp32': found.mode}}
+        changes: dict[str, Any] = {'nanfix': {'fp32': found.mode}}
         return _bounded(known, words, changes)
     return _half(known)
 
@@ -304,7 +306,7 @@ def _diverging(known: Known) -> Advice:
     found = known.found
     if found.term is not None:
         return _dominant(known, *found.term)
-    changes: Dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     words = ['The training had left its way before this step.'
              if known.update_is_bad or known.growth or not known.absurd else
              'The batch is finite at a lower loss scale, but its gradient is '
@@ -382,7 +384,7 @@ def _unknown(known: Known) -> Advice:
         f' ({reason})' if reason else '') + '; the step was skipped.'], {}
 
 
-_BY_CODE: Dict[str, Callable[[Known], Advice]] = {
+_BY_CODE: dict[str, Callable[[Known], Advice]] = {
     'NF101': _scale, 'NF102': _half, 'NF103': _loss, 'NF104': _annotation,
     'NF105': _pixels, 'NF106': _label, 'NF107': _full, 'NF108': _diverging,
     'NF109': _weights, 'NF110': _buffers, 'NF111': _state,

@@ -4,10 +4,12 @@ Samples are looked at by their attributes, as MMDetection's
 ``DetDataSample`` has them: ``gt_instances`` with ``bboxes`` and ``labels``,
 ``img_path`` and ``img_id``.
 """
+from __future__ import annotations
+
 import copy
 import dataclasses
 import math
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, Sequence, Tuple
 
 import numpy as np
 from torch import Tensor
@@ -36,14 +38,14 @@ class BadAnnotation:
 
     sample: int
     index: int
-    bbox: List[float]
-    label: Optional[int]
+    bbox: list[float]
+    label: int | None
     what: str
-    img_path: Optional[str] = None
+    img_path: str | None = None
     img_id: Any = None
     rank: int = 0
 
-    def to_image(self) -> Dict[str, Any]:
+    def to_image(self) -> dict[str, Any]:
         """As an entry of an incident's ``images``."""
         return {
             'img_path': self.img_path,
@@ -57,7 +59,7 @@ class BadAnnotation:
         }
 
 
-def _boxes(instances: Any) -> Optional[Tensor]:
+def _boxes(instances: Any) -> Tensor | None:
     """Boxes as ``(n, 4)``, or None where there are no such boxes."""
     boxes = getattr(instances, 'bboxes', None)
     boxes = getattr(boxes, 'tensor', boxes)
@@ -66,7 +68,7 @@ def _boxes(instances: Any) -> Optional[Tensor]:
     return None
 
 
-def _labels(instances: Any) -> Optional[Tensor]:
+def _labels(instances: Any) -> Tensor | None:
     labels = getattr(instances, 'labels', None)
     return labels if isinstance(labels, Tensor) and labels.dim() == 1 else (
         None)
@@ -76,7 +78,7 @@ Complaint = Tuple[int, str]
 
 
 def _about_box(bbox: Sequence[float],
-               frame: Optional[Sequence[int]]) -> Optional[Complaint]:
+               frame: Sequence[int] | None) -> Complaint | None:
     if not all(map(math.isfinite, bbox)):
         return 0, 'box is not finite'
     width, height = bbox[2] - bbox[0], bbox[3] - bbox[1]
@@ -97,8 +99,8 @@ def _about_box(bbox: Sequence[float],
     return None
 
 
-def _about_label(label: Optional[int],
-                 num_classes: Optional[int]) -> Optional[Complaint]:
+def _about_label(label: int | None,
+                 num_classes: int | None) -> Complaint | None:
     if label is None or 0 <= label < (num_classes or math.inf):
         return None
     return 1, (f'label {label} is outside of 0 to {num_classes - 1}'
@@ -106,7 +108,7 @@ def _about_label(label: Optional[int],
 
 
 def _about_mask(masks: Any, index: int,
-                frame: Optional[Sequence[int]]) -> Optional[Complaint]:
+                frame: Sequence[int] | None) -> Complaint | None:
     size = getattr(masks, 'height', None), getattr(masks, 'width', None)
     if None not in size and frame is not None and size != tuple(frame[:2]):
         return 6, (f'mask of {size[1]} x {size[0]} in a frame of '
@@ -118,7 +120,7 @@ def _about_mask(masks: Any, index: int,
     return None
 
 
-def bad_annotations(samples: Any, num_classes: Optional[int] = None
+def bad_annotations(samples: Any, num_classes: int | None = None
                     ) -> Iterator[BadAnnotation]:
     """Yield what is wrong with the annotations of a batch.
 
@@ -149,7 +151,7 @@ def bad_annotations(samples: Any, num_classes: Optional[int] = None
 
 
 def repaired(samples: Sequence[Any],
-             bad: Sequence[BadAnnotation]) -> List[Any]:
+             bad: Sequence[BadAnnotation]) -> list[Any]:
     """Copies of the samples with something fine in each bad place.
 
     The box and the label of a good annotation of the same image, or a small

@@ -1,6 +1,8 @@
 """Arguments of an optimizer wrapper, checked and turned into parts."""
+from __future__ import annotations
+
 import dataclasses
-from typing import Any, Dict, List, Optional, Union
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ _OTHERS = ('max_consecutive', 'max_incidents', 'fp32', 'fp32_modules')
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 
 
-def checked_dtype(dtype: Union[str, torch.dtype, None]) -> torch.dtype:
+def checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     """The autocast dtype; None is float16.
 
     Raises:
@@ -48,14 +50,14 @@ class Settings:
         fp32_modules: Paths of modules that run in fp32 as a whole.
     """
 
-    scale: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    stop: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    fp32: Optional[str] = 'heads'
-    max_incidents: Optional[int] = 100
-    fp32_modules: List[str] = dataclasses.field(default_factory=list)
+    scale: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stop: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fp32: str | None = 'heads'
+    max_incidents: int | None = 100
+    fp32_modules: list[str] = dataclasses.field(default_factory=list)
 
 
-def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
+def split_settings(nanfix: dict[str, Any] | None) -> Settings:
     """Settings as a config gives them, split and checked by name.
 
     Raises:
@@ -90,7 +92,7 @@ def split_settings(nanfix: Optional[Dict[str, Any]]) -> Settings:
     return found
 
 
-def _names(name: str, value: Any) -> List[str]:
+def _names(name: str, value: Any) -> list[str]:
     """A list of names."""
     if not isinstance(value, (list, tuple)) or not all(
             isinstance(item, str) for item in value):
@@ -99,7 +101,7 @@ def _names(name: str, value: Any) -> List[str]:
     return list(value)
 
 
-def _count(name: str, value: Any) -> Optional[int]:
+def _count(name: str, value: Any) -> int | None:
     """A number of things, or None for no limit."""
     if value is None:
         return None

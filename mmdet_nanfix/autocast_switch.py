@@ -10,9 +10,11 @@ that round to it. Nor are there half kernels for most operations, with
 autocast or without. So it stays on in disabled regions, and whether it is on
 is kept here too.
 """
+from __future__ import annotations
+
 import functools
 import threading
-from typing import Any, Callable, Iterator, Optional, Tuple
+from typing import Any, Callable, Iterator, Tuple
 
 import torch
 from torch.amp import autocast_mode
@@ -168,7 +170,7 @@ def _holding(held: Callable[[bool], Any]) -> Callable[[Any], Any]:
 def _by_device() -> Iterator[_Patch]:
     """Names of torch 2.4 and newer, which take the type of a device."""
 
-    def cpu(device_type: Optional[str]) -> str:
+    def cpu(device_type: str | None) -> str:
         return 'cpu' if device_type in (None, 'cuda') else str(device_type)
 
     def answer(original: Any) -> Any:

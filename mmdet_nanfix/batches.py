@@ -4,10 +4,12 @@ A batch is nested dicts, lists and tensors, as MMEngine collates it. Lists
 and tensors with one entry an image are its *columns*; below one branch of a
 multi-branch batch they belong together.
 """
+from __future__ import annotations
+
 import collections
 import copy
 import dataclasses
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -45,9 +47,9 @@ class KeptBatch:
     def __init__(self, value: Any, copies: bool = False) -> None:
         self.value = value
         self.whole = True
-        self._held: List[Tuple[Any, Any]] = []
-        self._versions: List[Tuple[Tensor, int, Optional[Tensor]]] = []
-        seen: Set[int] = set()
+        self._held: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[Tensor, int, Tensor | None]] = []
+        seen: set[int] = set()
         waiting = [value]
         for _ in range(_MANY):
             if not waiting:
@@ -83,7 +85,7 @@ class KeptBatch:
                                tensor.detach().clone() if small else None))
 
     @property
-    def tensors(self) -> List[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All tensors of it."""
         return [tensor for tensor, _, _ in self._versions]
 
@@ -127,10 +129,10 @@ class Image:
     """
 
     place: Any
-    img_path: Optional[str] = None
+    img_path: str | None = None
     img_id: Any = None
 
-    def to_image(self) -> Dict[str, Any]:
+    def to_image(self) -> dict[str, Any]:
         """As an entry of an incident's ``images``."""
         path = self.img_path
         if path is None and isinstance(self.place, tuple):
@@ -139,7 +141,7 @@ class Image:
         return {'img_path': path, 'img_id': self.img_id, 'annotation': None}
 
 
-def _columns(value: Any, path: Group = ()) -> Iterable[Tuple[Group, Any]]:
+def _columns(value: Any, path: Group = ()) -> Iterable[tuple[Group, Any]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _columns(item, (*path, str(key)))
@@ -161,19 +163,19 @@ class Images:
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._groups: Dict[Group, Dict[str, Any]] = collections.defaultdict(
+        self._groups: dict[Group, dict[str, Any]] = collections.defaultdict(
             dict)
         for path, column in _columns(batch):
             self._groups[path[1:]][_top(path)] = column
         # A branch has rows of its own and None for those of others.
-        self._rows: Dict[Group, List[Optional[Image]]] = {}
+        self._rows: dict[Group, list[Image | None]] = {}
         for group, columns in self._groups.items():
             lengths = {len(column) for column in columns.values()}
             if len(lengths) == 1:
                 self._rows[group] = [
                     self._image(group, row) for row in range(lengths.pop())]
 
-    def _image(self, group: Group, row: int) -> Optional[Image]:
+    def _image(self, group: Group, row: int) -> Image | None:
         columns = self._groups[group].values()
         if all(column[row] is None for column in columns):
             return None
@@ -186,13 +188,13 @@ class Images:
         return Image((*group, row))
 
     @property
-    def images(self) -> List[Image]:
+    def images(self) -> list[Image]:
         """All of them, each once."""
         return list(dict.fromkeys(
             image for row in self._rows.values() for image in row
             if image is not None))
 
-    def at(self, row: int) -> Optional[Image]:
+    def at(self, row: int) -> Image | None:
         """The image of a row, where there is one branch only."""
         if len(self._rows) != 1:
             return None
@@ -200,12 +202,12 @@ class Images:
         return rows[row] if row < len(rows) else None
 
     @property
-    def size(self) -> Optional[int]:
+    def size(self) -> int | None:
         """Number of rows, where there is one branch only."""
         return len(next(iter(self._rows.values()))) if (
             len(self._rows) == 1) else None
 
-    def pixels(self) -> List[Tuple[Image, Tensor]]:
+    def pixels(self) -> list[tuple[Image, Tensor]]:
         """The input tensor of each image, where there is one."""
         return [(image, columns['inputs'][row])
                 for group, columns in self._groups.items()
@@ -213,20 +215,20 @@ class Images:
                 if image is not None and 'inputs' in columns
                 and isinstance(columns['inputs'][row], Tensor)]
 
-    def samples(self) -> Dict[Group, List[Any]]:
+    def samples(self) -> dict[Group, list[Any]]:
         """Data samples by branch."""
         return {group: columns['data_samples']
                 for group, columns in self._groups.items()
                 if isinstance(columns.get('data_samples'), list)}
 
-    def bad_annotations(self, num_classes: Optional[int] = None
-                        ) -> List[Tuple[Group, BadAnnotation]]:
+    def bad_annotations(self, num_classes: int | None = None
+                        ) -> list[tuple[Group, BadAnnotation]]:
         """What is wrong with annotations, the worst first."""
         found = [(group, bad) for group, samples in self.samples().items()
                  for bad in bad_annotations(samples, num_classes)]
         return sorted(found, key=lambda item: item[1].rank)
 
-    def repaired(self, bad: Sequence[Tuple[Group, BadAnnotation]]) -> Any:
+    def repaired(self, bad: Sequence[tuple[Group, BadAnnotation]]) -> Any:
         """A copy of the batch with something fine in each bad place."""
         batch = copy.deepcopy(self._batch)
         for group in {group for group, _ in bad}:
@@ -252,7 +254,7 @@ class Images:
         return batch
 
     def without(self, images: Iterable[Image],
-                other: Optional['Images'] = None) -> Optional[Any]:
+                other: Images | None = None) -> Any | None:
         """A copy of the batch with good images in the place of some.
 
         As many images as before, so that rules of a batch (BatchNorm, even

@@ -4,7 +4,9 @@ A step can have finite losses and gradients and still have poisoned BatchNorm
 statistics, so that buffers are watched as losses are. Some hold infinities
 on purpose: attention masks, the best score so far.
 """
-from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from __future__ import annotations
+
+from typing import Iterable, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +36,9 @@ class WatchedBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.exempt: Set[str] = set()
-        self._exempt_places: Set[Place] = set()
-        self._suspects: Set[str] = set()
+        self.exempt: set[str] = set()
+        self._exempt_places: set[Place] = set()
+        self._suspects: set[str] = set()
         self._let_go(self.bad())
 
     def _let_go(self, names: Sequence[str]) -> None:
@@ -46,13 +48,13 @@ class WatchedBuffers:
             module = self._model.get_submodule(owner)
             self._exempt_places.add((id(module._buffers), own))
 
-    def watched(self) -> Dict[str, Tensor]:
+    def watched(self) -> dict[str, Tensor]:
         """Those that must stay finite, by name."""
         return {name: buffer for name, buffer in self._model.named_buffers()
                 if can_be_checked(buffer) and name not in self.exempt}
 
-    def flag(self, buffers: Iterable[Tuple[Place, Tensor]],
-             device: torch.device) -> Optional[Tensor]:
+    def flag(self, buffers: Iterable[tuple[Place, Tensor]],
+             device: torch.device) -> Tensor | None:
         """0 where the watched ones are finite, else NaN; no device sync.
 
         Args:
@@ -63,7 +65,7 @@ class WatchedBuffers:
                         if can_be_checked(buffer)
                         and place not in self._exempt_places], device)
 
-    def bad(self) -> List[str]:
+    def bad(self) -> list[str]:
         """Names of watched buffers that are not finite; one read."""
         watched = self.watched()
         names = list(watched)
@@ -73,7 +75,7 @@ class WatchedBuffers:
         """A step was good: nothing is suspected any more."""
         self._suspects = set()
 
-    def suspect(self, names: Sequence[str]) -> Optional[str]:
+    def suspect(self, names: Sequence[str]) -> str | None:
         """Take in a step in which nothing but these buffers was bad.
 
         Returns:

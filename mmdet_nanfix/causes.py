@@ -6,8 +6,10 @@ the state of the run is a :class:`Reading`. A verdict is the first rule that
 holds, and its evidence is what that rule has looked at: with another outcome
 of one of these replays it is another verdict.
 """
+from __future__ import annotations
+
 import dataclasses
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence
 
 __all__ = ['DOMINANT', 'Facts', 'GROWTH', 'Reading', 'Replay', 'SHARE',
            'TITLES', 'verdict']
@@ -85,13 +87,13 @@ class Facts:
             ``norm`` (the gradient that a lower scale gives is absurd).
     """
 
-    failed: Optional[str] = None
-    phase: Optional[str] = None
-    given: Optional[str] = None
+    failed: str | None = None
+    phase: str | None = None
+    given: str | None = None
     by_step: bool = False
     label: bool = False
-    replays: Dict[str, Replay] = dataclasses.field(default_factory=dict)
-    readings: Dict[str, Reading] = dataclasses.field(default_factory=dict)
+    replays: dict[str, Replay] = dataclasses.field(default_factory=dict)
+    readings: dict[str, Reading] = dataclasses.field(default_factory=dict)
 
     def gone(self, name: str) -> bool:
         """Whether that replay was made, and the failure did not come."""
@@ -110,11 +112,11 @@ class Facts:
 Rule = Callable[[Facts], Optional[Sequence[str]]]
 
 
-def _when(holds: bool, *names: str) -> Optional[Sequence[str]]:
+def _when(holds: bool, *names: str) -> Sequence[str] | None:
     return names if holds else None
 
 
-def _differs(facts: Facts) -> Optional[Sequence[str]]:
+def _differs(facts: Facts) -> Sequence[str] | None:
     """Two replays of the same thing that do not agree."""
     if {'first', 'again'} <= set(facts.replays):
         return _when(facts.gone('first') != facts.gone('again'),
@@ -122,61 +124,61 @@ def _differs(facts: Facts) -> Optional[Sequence[str]]:
     return None
 
 
-def _never_came(facts: Facts) -> Optional[Sequence[str]]:
+def _never_came(facts: Facts) -> Sequence[str] | None:
     """It cannot be had again: nothing that follows says anything."""
     return _when(facts.gone('first'), 'first',
                  *['again'] * ('again' in facts.replays))
 
 
-def _weight(facts: Facts) -> Optional[Sequence[str]]:
+def _weight(facts: Facts) -> Sequence[str] | None:
     return _when(facts.given == 'weight' and not facts.by_step, 'first')
 
 
-def _optimizer(facts: Facts) -> Optional[Sequence[str]]:
+def _optimizer(facts: Facts) -> Sequence[str] | None:
     if facts.given != 'weight' or not facts.by_step:
         return None
     names = [name for name in ('moments', 'eps') if facts.bad(name)]
     return _when(bool(names), 'first', *names[:1])
 
 
-def _by_step(facts: Facts) -> Optional[Sequence[str]]:
+def _by_step(facts: Facts) -> Sequence[str] | None:
     return _when(facts.given == 'weight' and facts.by_step, 'first',
                  'moments', 'update')
 
 
-def _buffer(facts: Facts) -> Optional[Sequence[str]]:
+def _buffer(facts: Facts) -> Sequence[str] | None:
     return _when(facts.given == 'buffer', 'first')
 
 
-def _label(facts: Facts) -> Optional[Sequence[str]]:
+def _label(facts: Facts) -> Sequence[str] | None:
     return _when(facts.label and facts.gone('annotation repaired'),
                  'annotation repaired')
 
 
-def _annotation(facts: Facts) -> Optional[Sequence[str]]:
+def _annotation(facts: Facts) -> Sequence[str] | None:
     if facts.gone('annotation repaired'):
         return ['annotation repaired']
     return _when(facts.given == 'annotation', 'first')
 
 
-def _pixels(facts: Facts) -> Optional[Sequence[str]]:
+def _pixels(facts: Facts) -> Sequence[str] | None:
     for name in ('normalised', 'pixels repaired'):
         if facts.gone(name):
             return [name]
     return _when(facts.given == 'input' or facts.phase == 'input', 'first')
 
 
-def _term(facts: Facts) -> Optional[Sequence[str]]:
+def _term(facts: Facts) -> Sequence[str] | None:
     return _when(facts.gone('term lowered'), 'term lowered')
 
 
-def _thrown(facts: Facts) -> Optional[Sequence[str]]:
+def _thrown(facts: Facts) -> Sequence[str] | None:
     """The last step had thrown the weights away."""
     return _when(facts.bad('update') and facts.failed is not None, 'first',
                  'update')
 
 
-def _diverged(facts: Facts) -> Optional[Sequence[str]]:
+def _diverged(facts: Facts) -> Sequence[str] | None:
     """The run had left its way, and no replay has given a usual gradient."""
     usual = 'norm' in facts.readings and not facts.bad('norm')
     return _when(facts.bad('growth') and facts.failed is not None
@@ -184,16 +186,16 @@ def _diverged(facts: Facts) -> Optional[Sequence[str]]:
                  *['norm'] * facts.bad('norm'))
 
 
-def _exploding(facts: Facts) -> Optional[Sequence[str]]:
+def _exploding(facts: Facts) -> Sequence[str] | None:
     return _when(facts.gone('lower scale') and facts.bad('norm'),
                  'lower scale', 'norm')
 
 
-def _scale(facts: Facts) -> Optional[Sequence[str]]:
+def _scale(facts: Facts) -> Sequence[str] | None:
     return _when(facts.gone('lower scale'), 'lower scale', 'norm')
 
 
-def _unsafe_loss(facts: Facts) -> Optional[Sequence[str]]:
+def _unsafe_loss(facts: Facts) -> Sequence[str] | None:
     for name in ('losses in fp32', 'heads in fp32'):
         if facts.gone(name):
             return [name]
@@ -203,19 +205,19 @@ def _unsafe_loss(facts: Facts) -> Optional[Sequence[str]]:
     return None
 
 
-def _half_overflow(facts: Facts) -> Optional[Sequence[str]]:
+def _half_overflow(facts: Facts) -> Sequence[str] | None:
     for name in ('part in fp32', 'all in fp32'):
         if facts.gone(name):
             return [name]
     return None
 
 
-def _not_half(facts: Facts) -> Optional[Sequence[str]]:
+def _not_half(facts: Facts) -> Sequence[str] | None:
     """It comes in full precision, with the weights held still."""
     return _when(facts.stays('all in fp32'), 'all in fp32')
 
 
-_RULES: Tuple[Tuple[str, Rule], ...] = (
+_RULES: tuple[tuple[str, Rule], ...] = (
     ('NF112', _differs),
     ('NF113', _never_came),
     ('NF109', _weight),
@@ -236,7 +238,7 @@ _RULES: Tuple[Tuple[str, Rule], ...] = (
 )
 
 
-def verdict(facts: Facts) -> Tuple[str, List[str]]:
+def verdict(facts: Facts) -> tuple[str, list[str]]:
     """The cause code, and what decided it.
 
     Args:
@@ -253,11 +255,11 @@ def verdict(facts: Facts) -> Tuple[str, List[str]]:
     return 'NF113', _lines(facts, list(facts.replays))
 
 
-def _lines(facts: Facts, names: Sequence[str]) -> List[str]:
+def _lines(facts: Facts, names: Sequence[str]) -> list[str]:
     """What these have shown; a control that agrees speaks for all."""
     names = [*names, *['again'] * (facts.stays('again')
                                    and 'again' not in names)]
-    shown: Dict[str, str] = {}
+    shown: dict[str, str] = {}
     for name in names:
         known = facts.replays.get(name) or facts.readings.get(name)
         if known is not None:

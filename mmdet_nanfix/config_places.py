@@ -1,6 +1,8 @@
 """Where in a config the modules of a model are."""
+from __future__ import annotations
+
 import inspect
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Mapping
 
 from torch import nn
 
@@ -22,7 +24,7 @@ def is_loss(model: nn.Module, path: str) -> bool:
     return type(module).__name__.endswith('Loss') or name.startswith('loss')
 
 
-def weight_of(model: nn.Module, path: Optional[str]) -> Optional[float]:
+def weight_of(model: nn.Module, path: str | None) -> float | None:
     """``loss_weight`` of the module at a path, or None."""
     weight = getattr(model.get_submodule(path), 'loss_weight', None) if (
         path) else None
@@ -30,8 +32,8 @@ def weight_of(model: nn.Module, path: Optional[str]) -> Optional[float]:
 
 
 def config_place(model: nn.Module, path: str,
-                  config: Optional[Mapping[str, Any]] = None
-                  ) -> Optional[Tuple[str, Mapping[str, Any]]]:
+                  config: Mapping[str, Any] | None = None
+                  ) -> tuple[str, Mapping[str, Any]] | None:
     """Where below ``model`` of a config a module is, or None.
 
     A list is replaced as a whole by a config: what is in one has no place
@@ -75,9 +77,9 @@ def config_place(model: nn.Module, path: str,
 _NOTHING: Mapping[str, Any] = {}
 
 
-def _argument(kind: type, attribute: str) -> Optional[inspect.Parameter]:
+def _argument(kind: type, attribute: str) -> inspect.Parameter | None:
     """The argument of a class that an attribute is made from, or None."""
-    known: Dict[str, inspect.Parameter] = {}
+    known: dict[str, inspect.Parameter] = {}
     for base in reversed(kind.__mro__):
         if '__init__' in vars(base) and base is not object:
             known.update(inspect.signature(base).parameters)

@@ -3,7 +3,9 @@
 ``torch.amp.GradScaler('cpu')`` came with torch 2.3. Before, the only scaler
 is CUDA's, which turns itself off without a GPU.
 """
-from typing import Any, Dict, List, Optional, Union
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +39,8 @@ class CpuGradScaler:
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._growth_tracker = 0
-        self._scale: Optional[Tensor] = None
-        self._per_optimizer_states: Dict[int, Dict[str, Any]] = {}
+        self._scale: Tensor | None = None
+        self._per_optimizer_states: dict[int, dict[str, Any]] = {}
 
     def is_enabled(self) -> bool:
         """Tell if the scaler does anything."""
@@ -88,11 +90,11 @@ class CpuGradScaler:
         raise ValueError('Expected a tensor or tensors to scale, but got '
                          f'{type(outputs).__name__}')
 
-    def _state(self, optimizer: Any) -> Dict[str, Any]:
+    def _state(self, optimizer: Any) -> dict[str, Any]:
         return self._per_optimizer_states.setdefault(
             id(optimizer), {'stage': _READY, 'found_inf_per_device': {}})
 
-    def _check_inf_per_device(self, optimizer: Any) -> Dict[Any, Tensor]:
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """Look at the gradients without unscaling them."""
         bad = [(~grad.detach().isfinite()).any()
                for grad in _grads(optimizer, halves=True)]
@@ -145,7 +147,7 @@ class CpuGradScaler:
         state['bad'] = _any(state['found_inf_per_device'])
         return None if state['bad'] else optimizer.step(*args, **kwargs)
 
-    def update(self, new_scale: Union[float, Tensor, None] = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back off or grow, or take another loss scale.
 
         Args:
@@ -183,7 +185,7 @@ class CpuGradScaler:
                                f'{asked}()')
         return self._scale
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the scale and its rules as plain numbers."""
         return {} if not self._enabled else {
             'scale': self.get_scale(),
@@ -193,7 +195,7 @@ class CpuGradScaler:
             '_growth_tracker': self._growth_tracker,
         }
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` has returned.
 
         Raises:
@@ -213,11 +215,11 @@ class CpuGradScaler:
         self._growth_tracker = state_dict['_growth_tracker']
 
 
-def _any(found: Dict[Any, Tensor]) -> bool:
+def _any(found: dict[Any, Tensor]) -> bool:
     return any(bool(flag) for flag in found.values())
 
 
-def _grads(optimizer: Any, halves: bool = False) -> List[Tensor]:
+def _grads(optimizer: Any, halves: bool = False) -> list[Tensor]:
     """Return what the gradients of an optimizer hold.
 
     Raises:

@@ -15,6 +15,8 @@ registration is the process's: until then a CPU autocast region of another
 thread has CUDA's lists too. A region object that was made *enabled* on a
 machine without a GPU before that has been turned off by torch itself.
 """
+from __future__ import annotations
+
 import contextlib
 import threading
 import warnings
@@ -22,10 +24,7 @@ from typing import (
     Any,
     Callable,
     ContextManager,
-    Dict,
     Iterator,
-    List,
-    Optional,
 )
 
 import torch
@@ -74,11 +73,11 @@ class _Installation:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._count = 0
-        self._library: Optional[Any] = None
+        self._library: Any | None = None
         self._cache = CastCache()
-        self._kernels: Dict[str, Callable[..., Any]] = {}
-        self._let_through: List[str] = []
-        self._originals: Dict[Any, Any] = {}
+        self._kernels: dict[str, Callable[..., Any]] = {}
+        self._let_through: list[str] = []
+        self._originals: dict[Any, Any] = {}
         self._scripted = True
 
     def __enter__(self) -> None:

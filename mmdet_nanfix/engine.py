@@ -1,6 +1,8 @@
 """MMEngine's optimizer wrappers, guarded: half and full precision."""
+from __future__ import annotations
+
 import contextlib
-from typing import Any, Dict, Optional, Union
+from typing import Any
 
 import torch
 from mmengine import dist
@@ -41,12 +43,12 @@ class NanSafeOptimWrapper(Guarded):
         ValueError: A value that is impossible.
     """
 
-    def __init__(self, nanfix: Optional[Dict[str, Any]] = None,
+    def __init__(self, nanfix: dict[str, Any] | None = None,
                  **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.guard_with(nanfix)
 
-    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+    def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
         # Checked all the same: a typing error should not pass.
         LossScaleSettings.from_arguments('dynamic', overrides)
         return LossScale(LossScaleSettings(enabled=False))
@@ -108,9 +110,9 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
 
     def __init__(self,
                  loss_scale: Any = 'dynamic',
-                 dtype: Union[str, torch.dtype, None] = None,
+                 dtype: str | torch.dtype | None = None,
                  use_fsdp: bool = False,
-                 nanfix: Optional[Dict[str, Any]] = None,
+                 nanfix: dict[str, Any] | None = None,
                  **kwargs: Any) -> None:
         split_settings(nanfix)
         self.cast_dtype = checked_dtype(dtype)
@@ -127,7 +129,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         self._loss_scale, self._use_fsdp = loss_scale, use_fsdp
         self.guard_with(nanfix)
 
-    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+    def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
         if self._is_half() and device_of(self.optimizer) == 'cpu':
             emulation.require()
         scale = LossScale(LossScaleSettings.from_arguments(
@@ -185,7 +187,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
         scaled: Tensor = self.loss_scaler.scale(loss)
         return scaled
 
-    def _gradient_norm(self) -> Optional[Tensor]:
+    def _gradient_norm(self) -> Tensor | None:
         norm = super()._gradient_norm()
         # A fused optimizer unscales by itself, later.
         return norm / self._in_force if norm is not None and (

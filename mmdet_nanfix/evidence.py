@@ -2,14 +2,13 @@
 
 First as far as it shows without a replay, then with what a replay has found.
 """
+from __future__ import annotations
+
 from typing import (
     Any,
     Callable,
     Collection,
-    Dict,
-    List,
     Mapping,
-    Optional,
     Sequence,
 )
 
@@ -61,7 +60,7 @@ def first_look(parts: Parts, heads: Mapping[str, HeadState], loss_bad: bool,
     return Where(phase='backward', head=_first_backward(heads))
 
 
-def _first_backward(heads: Mapping[str, HeadState]) -> Optional[str]:
+def _first_backward(heads: Mapping[str, HeadState]) -> str | None:
     """The part where a bad gradient most likely began.
 
     Gradients flow from the losses down, so a part with losses of its own
@@ -79,7 +78,7 @@ def _first_backward(heads: Mapping[str, HeadState]) -> Optional[str]:
 
 
 def where_raised(raised: Raised, parts: Parts,
-                 running: Optional[str] = None) -> Where:
+                 running: str | None = None) -> Where:
     """Where an exception was raised.
 
     Args:
@@ -94,12 +93,12 @@ def where_raised(raised: Raised, parts: Parts,
                  source=site.source, head=_owner(site, parts))
 
 
-def _owner(site: Site, parts: Parts) -> Optional[str]:
+def _owner(site: Site, parts: Parts) -> str | None:
     return parts.owner_of_name(f'{site.module}.') if site.module else None
 
 
 def refined(where: Where, found: Findings, parts: Parts,
-            by_step: Callable[[str], Optional[str]]) -> Where:
+            by_step: Callable[[str], str | None]) -> Where:
     """Where it began, with what a replay has found.
 
     Args:
@@ -131,7 +130,7 @@ def refined(where: Where, found: Findings, parts: Parts,
 
 
 def _where_given(origin: Record, parts: Parts,
-                 by_step: Callable[[str], Optional[str]]) -> Where:
+                 by_step: Callable[[str], str | None]) -> Where:
     kind, name = origin.given or ('', '')
     phase = _GIVEN[kind]
     if phase == 'input':
@@ -143,13 +142,13 @@ def _where_given(origin: Record, parts: Parts,
                      name.rpartition('.')[0]))
 
 
-def _kind(origin: Record) -> Optional[str]:
+def _kind(origin: Record) -> str | None:
     counts = origin.outputs[0] if origin.outputs else {}
     return next((kind for kind in ('nan', 'inf', '-inf')
                  if counts.get(kind)), None)
 
 
-def origin_of(found: Findings) -> Optional[Dict[str, Any]]:
+def origin_of(found: Findings) -> dict[str, Any] | None:
     """All that is known of an origin, for the log."""
     origin = found.origin
     if origin is None:
@@ -172,7 +171,7 @@ def origin_of(found: Findings) -> Optional[Dict[str, Any]]:
     }
 
 
-def _tests(found: Findings) -> List[str]:
+def _tests(found: Findings) -> list[str]:
     """All replays and what they showed, each once."""
     named = [f'{name}: {replay.words}'
              for name, replay in found.replays.items() if name != 'first']

@@ -4,8 +4,10 @@ Each changes one thing; weights, buffers, batch and random numbers are those
 of the failed step. They are asked for like those of a search, which they
 stand around: what a lower loss scale cures needs no image to blame.
 """
+from __future__ import annotations
+
 import dataclasses
-from typing import Any, Callable, Dict, Generator, Optional, Tuple
+from typing import Any, Callable, Generator
 
 from .batches import Images
 from .causes import DOMINANT, GROWTH, Replay
@@ -46,14 +48,14 @@ class Ground:
     """
 
     half: bool = False
-    fp32: Optional[str] = None
+    fp32: str | None = None
     scale: float = 1.
     lowest: float = 1.
     backoff: float = 0.5
-    part: Callable[[Record], Optional[str]] = lambda record: None
-    sane: Callable[[float], Optional[bool]] = lambda norm: None
-    usual: Callable[[str], Optional[float]] = lambda key: None
-    normaliser: Optional[Any] = None
+    part: Callable[[Record], str | None] = lambda record: None
+    sane: Callable[[float], bool | None] = lambda norm: None
+    usual: Callable[[str], float | None] = lambda key: None
+    normaliser: Any | None = None
     alone: bool = True
     together: bool = False
     can_step: bool = False
@@ -64,8 +66,8 @@ class Ground:
         return self.alone or self.together
 
 
-def inquire(images: Images, last_good: Optional[Images],
-            num_classes: Optional[int], raised: Optional[str],
+def inquire(images: Images, last_good: Images | None,
+            num_classes: int | None, raised: str | None,
             ground: Ground, found: Findings) -> Search:
     """Look for the origin and the image, and try what would have helped.
 
@@ -138,7 +140,7 @@ class _Trying:
         self._found.replays['first'] = Replay(outcome.failed is None, words)
 
     @property
-    def _given(self) -> Optional[Tuple[str, str]]:
+    def _given(self) -> tuple[str, str] | None:
         origin = self._found.origin
         return origin.given if origin is not None else None
 
@@ -178,7 +180,7 @@ class _Trying:
             if name != 'first')
 
     def _try(self, name: str, words: str, request: Request
-             ) -> Generator[Request, Outcome, Optional[Outcome]]:
+             ) -> Generator[Request, Outcome, Outcome | None]:
         """Ask for one, and note whether the failure came.
 
         Returns:
@@ -415,7 +417,7 @@ class _Trying:
         return True
 
 
-_FAILED: Dict[Optional[str], str] = {
+_FAILED: dict[str | None, str] = {
     'loss': 'the loss is bad', 'grads': 'gradients are bad',
     'buffers': 'buffers are bad', 'raised': 'the forward raises'}
 

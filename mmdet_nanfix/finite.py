@@ -4,19 +4,16 @@
 check of the gradients, which an AMP step makes anyway, answers for both. The
 other functions read from the device and are meant for after a failure.
 """
+from __future__ import annotations
+
 import math
 from collections import deque
 from typing import (
     Any,
     Callable,
     Collection,
-    Deque,
-    Dict,
     Iterator,
-    List,
-    Optional,
     Sequence,
-    Tuple,
 )
 
 import torch
@@ -47,7 +44,7 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     Walks the autograd graph in Python; no device sync.
     """
     seen = set()
-    queue: Deque[Any] = deque([loss.grad_fn])
+    queue: deque[Any] = deque([loss.grad_fn])
     while queue:
         node = queue.popleft()
         if node is None or node in seen:
@@ -78,9 +75,9 @@ class Anchor:
     def __init__(self,
                  candidates: Callable[[], Collection[int]]) -> None:
         self._candidates = candidates
-        self.parameter: Optional[Tensor] = None
+        self.parameter: Tensor | None = None
 
-    def attach(self, loss: Tensor, flag: Optional[Tensor] = None) -> Tensor:
+    def attach(self, loss: Tensor, flag: Tensor | None = None) -> Tensor:
         """Return the loss with the anchor term.
 
         Args:
@@ -98,7 +95,7 @@ class Anchor:
         element = self.parameter[(0, ) * self.parameter.dim()]
         return loss + element.to(loss.dtype) * value.to(loss.dtype)
 
-    def _choose(self, loss: Tensor) -> Optional[Tensor]:
+    def _choose(self, loss: Tensor) -> Tensor | None:
         """The nearest one-dimensional candidate in the graph of the loss.
 
         In this graph and no other: a gradient of its own would let weight
@@ -133,7 +130,7 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
+def bad_tensors(tensors: Sequence[Tensor | None]) -> list[int]:
     """Indices of the tensors that hold a NaN or an infinity.
 
     One read for each dtype and device among them. The infinity norm
@@ -143,7 +140,7 @@ def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
         tensors: Of any shape, layout and floating dtype; None, empty and
             other dtypes count as finite.
     """
-    alike: Dict[Any, Tuple[List[int], List[Tensor]]] = {}
+    alike: dict[Any, tuple[list[int], list[Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is None or nn.parameter.is_lazy(tensor):
             continue
@@ -153,7 +150,7 @@ def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
                 (value.dtype, value.device), ([], []))
             index.append(i)
             values.append(value)
-    bad: List[int] = []
+    bad: list[int] = []
     for index, values in alike.values():
         # Together on the device: each transfer by itself would be a read.
         norms = torch.stack(torch._foreach_norm(values, math.inf))
@@ -163,7 +160,7 @@ def bad_tensors(tensors: Sequence[Optional[Tensor]]) -> List[int]:
 
 
 def flag_of(tensors: Sequence[Tensor], device: torch.device
-            ) -> Optional[Tensor]:
+            ) -> Tensor | None:
     """0 where all tensors are finite and NaN where one is not.
 
     Four calls in all, no device sync.
@@ -184,7 +181,7 @@ def flag_of(tensors: Sequence[Tensor], device: torch.device
     return (stacked - stacked).sum()
 
 
-def norm_of(tensors: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
+def norm_of(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """L2 norm of all tensors together, in fp32; no device sync.
 
     Three calls for tensors of one dtype and device; strided tensors only.
@@ -192,11 +189,11 @@ def norm_of(tensors: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
     Returns:
         A scalar; None for no tensors.
     """
-    alike: Dict[Any, List[Tensor]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None and can_be_checked(tensor):
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    norms: List[Tensor] = []
+    norms: list[Tensor] = []
     for (dtype, _), group in alike.items():
         # The norm of half numbers leaves half's range.
         wide = torch.finfo(dtype).bits < 32
@@ -222,11 +219,11 @@ class FillGauge(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._largest: Dict[Any, Tensor] = {}
+        self._largest: dict[Any, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any,
-                           args: Tuple[Any, ...] = (),
-                           kwargs: Optional[Dict[str, Any]] = None) -> Any:
+                           args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in () if torch.is_grad_enabled() else tree_leaves(out):
             if isinstance(value, Tensor) and value.dtype in (
@@ -245,7 +242,7 @@ class FillGauge(TorchDispatchMode):
             dtype, _), value in self._largest.items()), default=0.)
 
 
-def kind_of(value: float) -> Optional[str]:
+def kind_of(value: float) -> str | None:
     """``nan``, ``inf`` or ``-inf``; None for a finite number."""
     return None if math.isfinite(value) else str(value)
 
@@ -269,7 +266,7 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
-def describe(tensor: Tensor) -> Dict[str, Any]:
+def describe(tensor: Tensor) -> dict[str, Any]:
     """Shape, dtype, the largest finite magnitude, counts of NaN, inf and -inf.
 
     Reads from the device.

@@ -3,18 +3,16 @@
 Like regions they are wrapped in the classes, for the life of the process, and
 are what they were until :func:`switched` says otherwise.
 """
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 from typing import (
     Any,
     Callable,
-    FrozenSet,
     Iterator,
-    List,
-    Optional,
     Sequence,
-    Tuple,
 )
 
 from torch import nn
@@ -39,12 +37,12 @@ class Part:
         layers: Modules of torch's own classes, which are not.
     """
 
-    ids: FrozenSet[int]
-    layers: List[nn.Module]
+    ids: frozenset[int]
+    layers: list[nn.Module]
 
 
 @contextlib.contextmanager
-def switched(mode: Optional[str], device: str, parts: Sequence[Part]
+def switched(mode: str | None, device: str, parts: Sequence[Part]
              ) -> Iterator[None]:
     """Let parts count beside the regions.
 
@@ -96,7 +94,7 @@ def _call(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def _copies(given: Any, copy: Any) -> Iterator[Tuple[Any, Any, Any]]:
+def _copies(given: Any, copy: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Lists and dicts that were copied, with what the copies began with."""
     if copy is given or not isinstance(given, (list, dict, tuple)):
         return

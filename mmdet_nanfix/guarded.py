@@ -3,17 +3,15 @@
 :class:`Guarded` translates between MMEngine's wrapper protocol and
 :class:`~mmdet_nanfix.step.GuardedStep`.
 """
+from __future__ import annotations
+
 import contextlib
 import logging
 import sys
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterator,
-    List,
-    Optional,
-    Tuple,
 )
 
 import torch
@@ -54,7 +52,7 @@ class _NotCompiled:
         return self._context.__exit__(*exc)
 
 
-def _ranks_with(flag: bool) -> List[int]:
+def _ranks_with(flag: bool) -> list[int]:
     """Ranks on which a flag is up; a collective, after failures."""
     device = dist.get_comm_device(None)
     flags = dist.all_gather(torch.tensor(float(flag), device=device))
@@ -75,21 +73,21 @@ class Guarded(OptimWrapper):
     or one more where the backward of a NaN would end the process.
     """
 
-    _guard: Optional[GuardedStep] = None
-    _whole: Optional[nn.Module] = None
-    _loaded: Dict[str, Any] = {}
+    _guard: GuardedStep | None = None
+    _whole: nn.Module | None = None
+    _loaded: dict[str, Any] = {}
     _stock = False
     #: What a config says; a hook tells.
     configured = Configured()
     _look_first = False
     _alone = True
 
-    _nanfix: Dict[str, Any] = {}
-    _fp32: Optional[str] = None
-    _max_incidents: Optional[int] = None
-    _widening: Optional[Widening] = None
+    _nanfix: dict[str, Any] = {}
+    _fp32: str | None = None
+    _max_incidents: int | None = None
+    _widening: Widening | None = None
 
-    def guard_with(self, nanfix: Optional[Dict[str, Any]]) -> None:
+    def guard_with(self, nanfix: dict[str, Any] | None) -> None:
         """Begin to guard, with settings that win over those it has."""
         if self._stock:
             return
@@ -107,7 +105,7 @@ class Guarded(OptimWrapper):
         #: What a rescued step has returned for the log, or None.
         self.logged: Any = None
 
-    def _scale_of(self, overrides: Dict[str, Any]) -> LossScale:
+    def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
         """The loss scale with these settings."""
         raise NotImplementedError
 
@@ -211,7 +209,7 @@ class Guarded(OptimWrapper):
 
         return ended
 
-    def _clock(self) -> Tuple[Optional[int], int]:
+    def _clock(self) -> tuple[int | None, int]:
         """Epoch and global iteration, both from 1."""
         info = self.message_hub.runtime_info
         epoch = info.get('epoch')
@@ -271,12 +269,12 @@ class Guarded(OptimWrapper):
     def _autocast(self) -> Any:
         return contextlib.nullcontext()
 
-    def _regions(self) -> Optional[str]:
+    def _regions(self) -> str | None:
         """Which regions run in fp32; None where all is fp32 anyway."""
         return self._fp32 if self._is_half() else None
 
     @property
-    def _more(self) -> Tuple[str, ...]:
+    def _more(self) -> tuple[str, ...]:
         """What is in fp32 beside the regions, during a replay."""
         return self._widening.more if self._widening else ()
 
@@ -362,12 +360,12 @@ class Guarded(OptimWrapper):
         self._apply(**kwargs)
         return norm
 
-    def _norm_if_due(self) -> Optional[Tensor]:
+    def _norm_if_due(self) -> Tensor | None:
         guard = self._guard
         return self._gradient_norm() if (
             guard is not None and guard.history.is_due) else None
 
-    def _gradient_norm(self) -> Optional[Tensor]:
+    def _gradient_norm(self) -> Tensor | None:
         """L2 norm of the gradients, unscaled; no device sync."""
         guard = self._guard
         if guard is None or guard.sharded:
@@ -404,7 +402,7 @@ class Guarded(OptimWrapper):
         return self._guard is not None and self._guard.window_open
 
     @property
-    def exempt(self) -> List[str]:
+    def exempt(self) -> list[str]:
         """Buffers that hold infinities on purpose, by name."""
         return sorted(self._guard.buffers.exempt) if self._guard else []
 
@@ -413,7 +411,7 @@ class Guarded(OptimWrapper):
         if not self._stock:
             self._journal.close(self._scale.scale)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and, as plain numbers, scale and counters."""
         if self._stock:
             return super().state_dict()
@@ -426,7 +424,7 @@ class Guarded(OptimWrapper):
                 if key == 'nanfix_grad_norm'})}
         return state
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of a guarded or of a stock wrapper."""
         if self._stock:
             super().load_state_dict(state_dict)

@@ -17,18 +17,17 @@ Before torch 2.4 the CPU has no half kernels for most of these operations. A
 region with autocast disabled keeps ours in use there, which compute in fp32
 and round then.
 """
+from __future__ import annotations
+
 import contextlib
 import functools
 import threading
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterable,
     Iterator,
     List,
-    Optional,
-    Set,
     Tuple,
 )
 
@@ -56,14 +55,14 @@ Lists = List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]]
 class _Computing(threading.local):
     """The half operation that this thread computes in several steps."""
 
-    name: Optional[str] = None
+    name: str | None = None
     count = 0
 
 
 _COMPUTING = _Computing()
 
 
-def computing() -> Tuple[Optional[str], int]:
+def computing() -> tuple[str | None, int]:
     """Name of the half operation that is being computed, or None.
 
     With it a number that tells one call from the next.
@@ -96,7 +95,7 @@ class CastCache:
     """
 
     def __init__(self) -> None:
-        self._copies: Dict[int, Tuple[Tensor, Tensor]] = {}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
         """Forget all copies; autocast does so at the end of a region."""
@@ -135,14 +134,14 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _cast(args: Any, kwargs: Dict[str, Any],
+def _cast(args: Any, kwargs: dict[str, Any],
           function: Callable[[Tensor], Tensor]
-          ) -> Tuple[Any, Dict[str, Any]]:
+          ) -> tuple[Any, dict[str, Any]]:
     return (tuple(_map(function, value) for value in args),
             {key: _map(function, value) for key, value in kwargs.items()})
 
 
-def _dtypes(*values: Any) -> Set[torch.dtype]:
+def _dtypes(*values: Any) -> set[torch.dtype]:
     """Return the dtypes of the eligible tensors among arguments."""
     found = set()
 
@@ -161,7 +160,7 @@ def _lower(op: Kernel, cache: CastCache) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = autocast_dtype()
         with _below_autocast():
-            seen: List[bool] = []
+            seen: list[bool] = []
 
             def rounded(tensor: Tensor) -> Tensor:
                 seen.append(True)
@@ -207,7 +206,7 @@ def _fp32_output(op: Kernel) -> Kernel:
 
 
 @functools.lru_cache(maxsize=None)
-def _positional_dtype(op: Any) -> Optional[int]:
+def _positional_dtype(op: Any) -> int | None:
     """Index of ``dtype`` where it may be passed by position."""
     for index, argument in enumerate(op._schema.arguments):
         if argument.name == 'dtype' and not argument.kwarg_only:
@@ -359,7 +358,7 @@ def _norm(op: Kernel) -> Kernel:
     return kernel
 
 
-def stock_only(kernels: Iterable[str]) -> List[str]:
+def stock_only(kernels: Iterable[str]) -> list[str]:
     """Overloads on the lists of the CPU's own autocast alone.
 
     Args:
@@ -373,7 +372,7 @@ def stock_only(kernels: Iterable[str]) -> List[str]:
                 name, 'AutocastCPU')]
 
 
-def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
+def half_kernels(cache: CastCache) -> dict[str, Kernel]:
     """Every overload that this torch has, with the kernel it gets.
 
     Args:
@@ -395,7 +394,7 @@ def half_kernels(cache: CastCache) -> Dict[str, Kernel]:
                   (op_lists.IN_PLACE_BEFORE_24, _in_place)]
     lists += [(op_lists.NORMS, _norm), (op_lists.IN_PLACE, _in_place),
               (op_lists.NO_HALF_ON_CPU, _fp32_inside)]
-    kernels: Dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
     for names, maker in lists:
         for name in names:
             try:

@@ -9,7 +9,9 @@ comes back is not shown.
 Sources: ``roi_align_cuda_kernel.cuh`` and ``ms_deform_attn_cuda_kernel.cuh``
 of mmcv 2.1.0.
 """
-from typing import Any, Iterator, Sequence, Tuple
+from __future__ import annotations
+
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ __all__ = ['deformable_attention', 'roi_align', 'roi_align_backward']
 _SAMPLES_AT_ONCE = 1 << 18
 
 
-def _bins(rois: Tensor, size: Tuple[int, int], spatial_scale: float,
+def _bins(rois: Tensor, size: tuple[int, int], spatial_scale: float,
           sampling_ratio: int, aligned: bool
-          ) -> Tuple[Tensor, Tensor, Tensor]:
+          ) -> tuple[Tensor, Tensor, Tensor]:
     """Start and bin size, and samples a side of a bin.
 
     Each ``(n, 2)``, in the order y, x.
@@ -56,9 +58,9 @@ def _parts(rois: Tensor, *places: Any) -> Iterator[slice]:
     yield slice(begin, len(rois))
 
 
-def _sampling(rois: Tensor, shape: Sequence[int], size: Tuple[int, int],
+def _sampling(rois: Tensor, shape: Sequence[int], size: tuple[int, int],
               spatial_scale: float, sampling_ratio: int, aligned: bool
-              ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+              ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where RoIAlign's kernel samples, and with which weights.
 
     RoIs, bins, sampling points and weights are computed in the RoIs' dtype.
@@ -174,8 +176,8 @@ def roi_align_backward(grad: Tensor, rois: Tensor, shape: Sequence[int],
     return table.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _neighbours(locations: Tensor, shapes: Sequence[Tuple[int, int]]
-                ) -> Tuple[Tensor, Tensor]:
+def _neighbours(locations: Tensor, shapes: Sequence[tuple[int, int]]
+                ) -> tuple[Tensor, Tensor]:
     """What deformable attention's half kernel reads, and its weights.
 
     A point that is not inside a level by less than one pixel, or not finite,
@@ -215,7 +217,7 @@ def _neighbours(locations: Tensor, shapes: Sequence[Tuple[int, int]]
     return arranged[0], arranged[1]
 
 
-def deformable_attention(value: Tensor, shapes: Sequence[Tuple[int, int]],
+def deformable_attention(value: Tensor, shapes: Sequence[tuple[int, int]],
                          locations: Tensor, attention: Tensor) -> Tensor:
     """Multi-scale deformable attention; autograd goes through it.
 

@@ -3,10 +3,12 @@
 By what they are called and by the names that their code uses, as far as it
 can be told without running anything.
 """
+from __future__ import annotations
+
 import dis
 import inspect
 import types
-from typing import Any, Container, Iterator, List, Set, Tuple
+from typing import Any, Container, Iterator
 
 from torch import Tensor, nn
 
@@ -50,7 +52,7 @@ def _codes(function: Any,
                        and const.co_name in inner)
 
 
-def names_in(kind: type, name: str) -> Set[str]:
+def names_in(kind: type, name: str) -> set[str]:
     """Names that the code of a method uses."""
     return {used for code in own_codes(_written(kind, name))
             for used in code.co_names}
@@ -144,7 +146,7 @@ def _means_a_loss(model: nn.Module, name: str) -> Iterator[bool]:
 _HOOKS_AND_PARTS = frozenset(nn.Module().__dict__)
 
 
-def _held(thing: Any) -> List[Any]:
+def _held(thing: Any) -> list[Any]:
     """What hangs right below a container or an object."""
     if isinstance(thing, dict):
         return list(dict.values(thing))
@@ -166,9 +168,9 @@ def _is_plain(value: Any) -> bool:
             str(type(value).__module__).partition('.')[0] not in _MACHINERY)
 
 
-def plain_objects(model: nn.Module) -> Iterator[Tuple[Any, bool]]:
+def plain_objects(model: nn.Module) -> Iterator[tuple[Any, bool]]:
     """Objects that modules hold, and whether below an assigner."""
-    seen: Set[int] = set()
+    seen: set[int] = set()
     waiting = [(value, False) for module in model.modules()
                for value in _held(module)]
     while waiting:
@@ -189,7 +191,7 @@ def plain_objects(model: nn.Module) -> Iterator[Tuple[Any, bool]]:
 
 def reaches_a_network(thing: Any) -> bool:
     """Whether a module hangs below: what it computes may be the module's."""
-    seen: Set[int] = set()
+    seen: set[int] = set()
     waiting = _held(thing)
     while waiting:
         value = waiting.pop()

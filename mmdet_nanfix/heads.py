@@ -4,17 +4,14 @@ The parts are read off the module tree (``backbone``, ``neck``, ``rpn_head``,
 ``roi_head.bbox_head``, ``roi_head.bbox_head.1``), the owner of a loss off its
 autograd graph. There is no table of loss names.
 """
+from __future__ import annotations
+
 from typing import (
     Any,
     Container,
-    Dict,
     Iterable,
     Iterator,
-    List,
     Mapping,
-    Optional,
-    Set,
-    Tuple,
 )
 
 import torch
@@ -50,7 +47,7 @@ def _part_names(module: nn.Module, prefix: str,
             yield from _part_names(child, f'{path}.', besides)
 
 
-def loss_terms(losses: Mapping[str, Any]) -> Dict[str, List[Tensor]]:
+def loss_terms(losses: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Loss keys with their tensors, as MMEngine sums them.
 
     Args:
@@ -78,17 +75,17 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module,
-                 earlier: Optional['Parts'] = None) -> None:
+                 earlier: Parts | None = None) -> None:
         self._names = list(_part_names(model, '', set(loss_modules(model))))
-        self._weights: List[Tuple[str, nn.Parameter]] = list(
+        self._weights: list[tuple[str, nn.Parameter]] = list(
             model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter
                            in self._weights if parameter.requires_grad]
         self._owners = {id(parameter): self.owner_of_name(name)
                         for name, parameter in self._weights}
-        self._loss_owners: Dict[str, str] = (
+        self._loss_owners: dict[str, str] = (
             earlier._loss_owners if earlier else {})
-        self._sure: Dict[str, str] = earlier._sure if earlier else {}
+        self._sure: dict[str, str] = earlier._sure if earlier else {}
 
     def owner_of_name(self, name: str) -> str:
         """The innermost part that holds a parameter or buffer."""
@@ -106,7 +103,7 @@ class Parts:
         return next((self._owners[id(leaf)] for leaf in leaves_of(loss)
                      if id(leaf) in self._owners), UNKNOWN)
 
-    def note_sites(self, modules: Mapping[str, Iterable[Optional[str]]]
+    def note_sites(self, modules: Mapping[str, Iterable[str | None]]
                    ) -> None:
         """Remember who owns which loss key, by where it was computed.
 
@@ -127,18 +124,18 @@ class Parts:
                     self._sure[key] = owner
                     break
 
-    def note_owners(self, losses: Mapping[str, List[Tensor]]) -> None:
+    def note_owners(self, losses: Mapping[str, list[Tensor]]) -> None:
         """Remember who owns which loss key, before a graph is let go."""
         for key, terms in losses.items():
             if self._loss_owners.get(key, UNKNOWN) == UNKNOWN:
                 self._loss_owners[key] = self._owner_of_terms(terms)
 
-    def _owner_of_terms(self, terms: List[Tensor]) -> str:
+    def _owner_of_terms(self, terms: list[Tensor]) -> str:
         return next((owner for owner in map(self.owner_of_loss, terms)
                      if owner != UNKNOWN), UNKNOWN)
 
-    def state(self, losses: Mapping[str, List[Tensor]],
-              bad_grads: List[str]) -> Dict[str, HeadState]:
+    def state(self, losses: Mapping[str, list[Tensor]],
+              bad_grads: list[str]) -> dict[str, HeadState]:
         """Describe every part, the healthy ones included.
 
         Args:
@@ -148,7 +145,7 @@ class Parts:
         Returns:
             By part, in the order of the model. One read from the device.
         """
-        heads: Dict[str, HeadState] = {}
+        heads: dict[str, HeadState] = {}
         for name, _ in self.parameters:
             owner = self.owner_of_name(name)
             heads.setdefault(owner, HeadState()).n_params += 1
@@ -167,7 +164,7 @@ class Parts:
                 head.bad_losses.append(key)
         return heads
 
-    def bad_weights(self) -> List[str]:
+    def bad_weights(self) -> list[str]:
         """Names of parameters, frozen ones too, that are not finite.
 
         One read from the device.
@@ -175,7 +172,7 @@ class Parts:
         return [self._weights[i][0] for i in bad_tensors(
             [parameter for _, parameter in self._weights])]
 
-    def infinite_constants(self) -> Set[str]:
+    def infinite_constants(self) -> set[str]:
         """Names of parameters that hold infinities on purpose.
 
         Not trained, and without a NaN: masks. One read, and one for each
@@ -187,7 +184,7 @@ class Parts:
                 and not weights[name].isnan().any()}
 
 
-def _read(scalars: Mapping[str, Any]) -> Dict[str, float]:
+def _read(scalars: Mapping[str, Any]) -> dict[str, float]:
     if not scalars:
         return {}
     values = list(scalars.values())

@@ -3,17 +3,15 @@
 What shows whether a training had left its way before a step failed: losses,
 gradient norm and learning rate. Kept on the device; read after a failure.
 """
+from __future__ import annotations
+
 import math
 import statistics
 from collections import deque
 from typing import (
     Any,
-    Deque,
-    Dict,
     Iterable,
-    List,
     Mapping,
-    Optional,
     Sequence,
 )
 
@@ -50,9 +48,9 @@ class History:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._count = 0
-        self._totals: Deque[Tensor] = deque(maxlen=_LENGTH)
-        self._losses: Deque[Dict[str, List[Tensor]]] = deque(maxlen=_LENGTH)
-        self._norms: Deque[Any] = deque(maxlen=_LENGTH)
+        self._totals: deque[Tensor] = deque(maxlen=_LENGTH)
+        self._losses: deque[dict[str, list[Tensor]]] = deque(maxlen=_LENGTH)
+        self._norms: deque[Any] = deque(maxlen=_LENGTH)
         self._rate = math.nan
         self._weights = self._weight_norm()
 
@@ -61,14 +59,14 @@ class History:
         """Whether the gradient norm of the coming step is to be measured."""
         return self._count < _OFTEN or self._count % _NORM_EVERY == 0
 
-    def measure(self) -> Optional[Tensor]:
+    def measure(self) -> Tensor | None:
         """Norm of the gradients that are there now, unscaled; no sync."""
         return norm_of([
             parameter.grad for group in self._optimizer.param_groups
             for parameter in group['params']])
 
-    def accept(self, norm: Any, total: Optional[Tensor] = None,
-               losses: Optional[Mapping[str, Sequence[Tensor]]] = None
+    def accept(self, norm: Any, total: Tensor | None = None,
+               losses: Mapping[str, Sequence[Tensor]] | None = None
                ) -> None:
         """Take in a step.
 
@@ -97,7 +95,7 @@ class History:
                     for group in self._optimizer.param_groups),
                    default=math.nan)
 
-    def norms(self) -> List[float]:
+    def norms(self) -> list[float]:
         """Of the last steps, the oldest first; one read for each device."""
         known = [norm if isinstance(norm, Tensor) else torch.tensor(
             float(norm)) for norm in self._norms]
@@ -111,24 +109,24 @@ class History:
         return [value for value in values if 0 < value < math.inf]
 
     @property
-    def largest(self) -> Optional[float]:
+    def largest(self) -> float | None:
         """The largest gradient norm of late; None where there was none."""
         return max(self.norms(), default=None)
 
     @property
-    def usual(self) -> Optional[float]:
+    def usual(self) -> float | None:
         """Their median; None where there was none."""
         norms = self.norms()
         return statistics.median(norms) if norms else None
 
-    def usual_loss(self, key: str) -> Optional[float]:
+    def usual_loss(self, key: str) -> float | None:
         """Median of a loss, seen every tenth step; None for too few."""
         sums = [torch.stack([term.float().reshape(()) for term in terms[key]]
                             ).sum() for terms in self._losses if key in terms]
         values = [abs(value) for value in self._read(sums)]
         return statistics.median(values) if len(values) >= _LEAST else None
 
-    def sane(self, norm: float) -> Optional[bool]:
+    def sane(self, norm: float) -> bool | None:
         """Whether a gradient norm is one to step on.
 
         Args:
@@ -140,7 +138,7 @@ class History:
         largest = self.largest
         return None if largest is None else norm <= ABSURD * largest
 
-    def readings(self, model: nn.Module) -> Dict[str, Reading]:
+    def readings(self, model: nn.Module) -> dict[str, Reading]:
         """What the history and the optimizer say; reads from the device.
 
         Args:
@@ -191,7 +189,7 @@ class History:
         """Whether each weight moves by the learning rate."""
         return any('betas' in group for group in self._optimizer.param_groups)
 
-    def last_update(self) -> Optional[float]:
+    def last_update(self) -> float | None:
         """About how far the last accepted step moved all weights."""
         norms = self.norms()
         if math.isnan(self._rate) or not norms:
@@ -228,12 +226,12 @@ class History:
         return Reading(False, 'losses and gradient norm had not grown')
 
     @staticmethod
-    def _read(scalars: Iterable[Tensor]) -> List[float]:
+    def _read(scalars: Iterable[Tensor]) -> list[float]:
         """Together: each by itself would be a read."""
         known = [value.float().mean() for value in scalars]
         return torch.stack(known).tolist() if known else []
 
-    def safe_rate(self) -> Optional[float]:
+    def safe_rate(self) -> float | None:
         """A learning rate whose step is a hundredth of the weights."""
         update = self.last_update()
         if not update or not math.isfinite(update):
@@ -244,7 +242,7 @@ class History:
         power = 10. ** math.floor(math.log10(rate))
         return float(f'{math.floor(rate / power) * power:.6g}')
 
-    def state_dict(self) -> Dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """``nanfix_grad_norm``, the largest of late; reads the device."""
         return {'nanfix_grad_norm': self.largest or 0.}
 

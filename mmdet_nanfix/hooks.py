@@ -4,11 +4,13 @@ The optimizer wrapper decides in the middle of a training step. What other
 hooks do after it (averaged models, printed losses, checkpoints) is guarded
 here.
 """
+from __future__ import annotations
+
 import math
 import os
 import pickle
 import weakref
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -69,7 +71,7 @@ class NanfixRuntimeInfoHook(RuntimeInfoHook):
 
     def after_train_iter(self, runner: Any, batch_idx: int,
                          data_batch: Any = None,
-                         outputs: Optional[Dict[str, Any]] = None) -> None:
+                         outputs: dict[str, Any] | None = None) -> None:
         """Log what is finite."""
         if not _guards(runner) or outputs is None:
             super().after_train_iter(runner, batch_idx, data_batch, outputs)
@@ -187,7 +189,7 @@ class NanGuardHook(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int,
                          data_batch: Any = None,
-                         outputs: Optional[Dict[str, Any]] = None) -> None:
+                         outputs: dict[str, Any] | None = None) -> None:
         """Keep averaged models before other hooks update them."""
         if not _guards(runner):
             return
@@ -244,13 +246,13 @@ class _AfterOthers(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int,
                          data_batch: Any = None,
-                         outputs: Optional[Dict[str, Any]] = None) -> None:
+                         outputs: dict[str, Any] | None = None) -> None:
         """Take back what other hooks did in a skipped step."""
         if _guards(runner):
             self._guard.restore(runner, self.is_last)
 
     def before_save_checkpoint(self, runner: Any,
-                               checkpoint: Dict[str, Any]) -> None:
+                               checkpoint: dict[str, Any]) -> None:
         """Say what in it is not finite; one read from each device."""
         if not self.is_last:
             return
@@ -280,7 +282,7 @@ def _tensors(value: Any, path: str = '') -> Iterator[Any]:
             yield from _tensors(item, f'{path}.{key}' if path else str(key))
 
 
-def adopt(wrapper: Any, settings: Dict[str, Any]) -> None:
+def adopt(wrapper: Any, settings: dict[str, Any]) -> None:
     """Turn an optimizer wrapper into a guarded one, where it stands.
 
     Schedulers hold the wrapper itself, so that a new one would leave them

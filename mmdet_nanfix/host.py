@@ -1,4 +1,6 @@
 """What replays and retries need of whoever runs the training."""
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import types
@@ -7,7 +9,6 @@ from typing import (
     Callable,
     ContextManager,
     Mapping,
-    Optional,
     Protocol,
     Sequence,
 )
@@ -33,7 +34,7 @@ class Configured:
 
     clips_anew: bool = False
     by_hook: bool = False
-    model: Optional[Mapping[str, Any]] = None
+    model: Mapping[str, Any] | None = None
 
 
 class Retries(Protocol):
@@ -58,7 +59,7 @@ class Retries(Protocol):
     def found_inf(self) -> bool:
         """Result of the check of the gradients, which are unscaled then."""
 
-    def norm(self) -> Optional[float]:
+    def norm(self) -> float | None:
         """Their L2 norm, unscaled."""
 
 
@@ -83,16 +84,16 @@ class Host:
             where there is one, or no way to.
     """
 
-    train_step: Optional[Callable[[Any, OnLoss, int], None]] = None
+    train_step: Callable[[Any, OnLoss, int], None] | None = None
     forward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     backward: Callable[[], ContextManager[Any]] = contextlib.nullcontext
     foreign: Sequence[types.ModuleType] = ()
     precision: Callable[[Sequence[str]], ContextManager[Any]] = (
         lambda fp32: contextlib.nullcontext())
     half: bool = False
-    fp32: Optional[str] = None
+    fp32: str | None = None
     place: Callable[[], int] = lambda: 0
-    retries: Optional['Retries'] = None
-    config: 'Configured' = dataclasses.field(
+    retries: Retries | None = None
+    config: Configured = dataclasses.field(
         default_factory=lambda: Configured())
-    broadcast: Optional[Callable[[Any, int], Any]] = None
+    broadcast: Callable[[Any, int], Any] | None = None

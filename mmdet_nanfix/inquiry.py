@@ -3,16 +3,15 @@
 The evidence is gathered while losses and gradients of the step are still
 there; replays come after what the step has changed was taken back.
 """
+from __future__ import annotations
+
 import dataclasses
 from typing import (
     Any,
     Callable,
     Dict,
     List,
-    Optional,
     Sequence,
-    Set,
-    Tuple,
 )
 
 import torch
@@ -58,10 +57,10 @@ class MicroStep:
 
     loss: Tensor
     terms: Losses
-    raised: Optional[Raised] = None
-    forward: Optional[Forward] = None
+    raised: Raised | None = None
+    forward: Forward | None = None
 
-    def detached(self) -> 'MicroStep':
+    def detached(self) -> MicroStep:
         """Without the graph, so that a window holds one graph at a time."""
         return dataclasses.replace(
             self, loss=self.loss.detach(), terms={
@@ -86,18 +85,18 @@ class Evidence:
         heads: State of every part.
     """
 
-    window: List[MicroStep]
-    micro: Optional[MicroStep]
+    window: list[MicroStep]
+    micro: MicroStep | None
     loss_bad: bool
-    bad_buffers: List[str]
-    ranks: List[int]
+    bad_buffers: list[str]
+    ranks: list[int]
     flagged: bool
-    bad_grads: List[str]
+    bad_grads: list[str]
     where: Where
-    heads: Dict[str, HeadState]
+    heads: dict[str, HeadState]
 
     @property
-    def raised(self) -> Optional[Raised]:
+    def raised(self) -> Raised | None:
         """The exception that the step raised, if any."""
         return self.micro.raised if self.micro else None
 
@@ -127,8 +126,8 @@ class Inquiry:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
                  transaction: Transaction, buffers: WatchedBuffers,
                  anchor: Anchor, scale: LossScale, host: Host, rank: int,
-                 agree: Optional[Agree], optimized: Callable[[], Set[int]],
-                 max_incidents: Optional[int]) -> None:
+                 agree: Agree | None, optimized: Callable[[], set[int]],
+                 max_incidents: int | None) -> None:
         self._model = model
         self._optimizer = optimizer
         self._buffers = buffers
@@ -144,13 +143,13 @@ class Inquiry:
         self._bad_from_the_start = set(self._parts.bad_weights())
         self._meant = self._parts.infinite_constants()
         self.history = History(optimizer)
-        self.good: Optional[Forward] = None
+        self.good: Forward | None = None
 
     def note_owners(self, terms: Losses) -> None:
         """Remember who owns which loss, before a graph is let go."""
         self._parts.note_owners(terms)
 
-    def gather(self, window: List[MicroStep]) -> Evidence:
+    def gather(self, window: list[MicroStep]) -> Evidence:
         """Look at losses, gradients, buffers and weights; some reads.
 
         Args:
@@ -170,7 +169,7 @@ class Inquiry:
         return Evidence(window, micro, loss_bad, bad_buffers, ranks,
                         bool(ranks), bad_grads, where, heads)
 
-    def _bad_grads(self, flagged: bool) -> List[str]:
+    def _bad_grads(self, flagged: bool) -> list[str]:
         """Names of parameters whose own gradient is bad; two reads."""
         named = self._parts.parameters
         bad = bad_tensors([parameter.grad for _, parameter in named])
@@ -215,7 +214,7 @@ class Inquiry:
                 return found
         return first or Findings(replay='no batch was seen')
 
-    def _find(self, item: Optional[MicroStep], scale: float,
+    def _find(self, item: MicroStep | None, scale: float,
               can_step: bool) -> Findings:
         rules, host = self._scale.settings, self._host
         ground = Ground(
@@ -240,7 +239,7 @@ class Inquiry:
             return False
         return not self._agree(not has_room(cuda_devices(self._model), 2.))
 
-    def _part_of(self, record: Record) -> Optional[str]:
+    def _part_of(self, record: Record) -> str | None:
         module = record.site.module
         return self._parts.owner_of_name(f'{module}.') if module else None
 
@@ -281,7 +280,7 @@ class Inquiry:
         return dataclasses.replace(where, phase='step', op=step) if (
             step) else where
 
-    def _by_step(self, weight: str) -> Optional[str]:
+    def _by_step(self, weight: str) -> str | None:
         """The optimizer, where it has made a weight bad.
 
         It has, where the weight was fine at first, and nobody else moves it.
@@ -294,7 +293,7 @@ class Inquiry:
         return f'{type(self._optimizer).__name__}.step'
 
     def cause(self, where: Where, evidence: Evidence, found: Findings
-              ) -> Optional[Cause]:
+              ) -> Cause | None:
         """The verdict, and what helps.
 
         Args:
@@ -372,12 +371,12 @@ class Inquiry:
             place=lambda name: config_place(model, name, config.model),
             clips_anew=config.clips_anew, by_hook=config.by_hook)
 
-    def _least_eps(self) -> Optional[float]:
+    def _least_eps(self) -> float | None:
         known = [group['eps'] for group in self._optimizer.param_groups
                  if isinstance(group.get('eps'), (int, float))]
         return float(min(known)) if known else None
 
-    def _loss_module(self, found: Findings, key: str) -> Optional[str]:
+    def _loss_module(self, found: Findings, key: str) -> str | None:
         """Path of the module that computes a loss term, or None."""
         outcome = found.outcome
         sites = outcome.owners.get(key, []) if outcome is not None else []
@@ -411,7 +410,7 @@ class Inquiry:
 
 
 def _worst(window: Sequence[MicroStep]
-           ) -> Tuple[Optional[MicroStep], bool]:
+           ) -> tuple[MicroStep | None, bool]:
     """The micro-step to show, and whether its loss is bad; one read.
 
     One that raised, else the first with a bad loss, else the last.

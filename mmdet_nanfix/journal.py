@@ -1,7 +1,9 @@
 """What is told of a run: log file, console, scalars, the table at the end."""
+from __future__ import annotations
+
 import logging
 import os
-from typing import Any, Optional
+from typing import Any
 
 from mmengine import dist
 from mmengine.logging import MMLogger, print_log
@@ -28,7 +30,7 @@ def warn(message: str) -> None:
     say(message, logging.WARNING)
 
 
-def _log_folder() -> Optional[str]:
+def _log_folder() -> str | None:
     """``<work_dir>/<timestamp>``, where the running Runner logs to."""
     log_file = getattr(MMLogger.get_current_instance(), '_log_file', None)
     return os.path.dirname(os.path.abspath(log_file)) if log_file else None
@@ -46,7 +48,7 @@ class Journal:
     """
 
     def __init__(self, stop: StopRule) -> None:
-        self.log: Optional[IncidentLog] = None
+        self.log: IncidentLog | None = None
         self.summary = Summary()
         self._stop = stop
         self._drawing = True
@@ -60,7 +62,7 @@ class Journal:
             warn)
 
     @property
-    def path(self) -> Optional[str]:
+    def path(self) -> str | None:
         """The log file, where there is one that can be written."""
         log = self.log
         return log.path if log is not None and log.writable else None
@@ -115,7 +117,7 @@ class Journal:
                 ' mend the cause, or train on with '
                 'optim_wrapper.nanfix.max_consecutive=None.')
 
-    def save_weights(self, model: nn.Module, epoch: Optional[int],
+    def save_weights(self, model: nn.Module, epoch: int | None,
                      iteration: int, optimizer: Any) -> str:
         """Save what no skipped step has touched; say where.
 

@@ -1,6 +1,8 @@
 """Makes the replays that a search for an origin asks for."""
+from __future__ import annotations
+
 import copy
-from typing import Callable, Collection, Dict, List, Optional, Tuple
+from typing import Callable, Collection, List
 
 from torch import nn
 
@@ -42,16 +44,16 @@ class _Steps:
     """
 
     def __init__(self, model: nn.Module, kept: KeptBatch,
-                 good: Optional[KeptBatch], raised: Optional[str],
+                 good: KeptBatch | None, raised: str | None,
                  ground: Ground) -> None:
-        self.request: Optional[Request] = None
+        self.request: Request | None = None
         self.found = Findings()
         self.images = Images({})
         self._model = model
         self._raised, self._ground = raised, ground
         self._advance(lambda: self._begin(kept, good))
 
-    def _begin(self, kept: KeptBatch, good: Optional[KeptBatch]) -> Request:
+    def _begin(self, kept: KeptBatch, good: KeptBatch | None) -> Request:
         # A copy: both may be the same containers with other contents.
         other = Images(copy.deepcopy(good.put_back())) if (
             good is not None and good.can_be_had) else None
@@ -95,11 +97,11 @@ class Locator:
         self._host = host
         self._replays = Replays(model, transaction, host)
 
-    def find(self, forward: Optional[Forward], good: Optional[KeptBatch],
+    def find(self, forward: Forward | None, good: KeptBatch | None,
              scale: float, buffers: WatchedBuffers,
-             agree: Optional[Agree] = None,
-             raised: Optional[str] = None, meant: Collection[str] = (),
-             ground: Optional[Ground] = None) -> Findings:
+             agree: Agree | None = None,
+             raised: str | None = None, meant: Collection[str] = (),
+             ground: Ground | None = None) -> Findings:
         """Look for where a failure began.
 
         Args:
@@ -132,8 +134,8 @@ class Locator:
         finally:
             after.put_back()
 
-    def _reason(self, forward: Optional[Forward], alone: bool
-                ) -> Optional[str]:
+    def _reason(self, forward: Forward | None, alone: bool
+                ) -> str | None:
         """Why a replay cannot be made, or None."""
         if forward is None:
             return 'no batch was seen'
@@ -146,8 +148,8 @@ class Locator:
             return 'there is not enough memory'
         return None
 
-    def _drive(self, steps: '_Steps', forward: Forward, scale: float,
-               buffers: WatchedBuffers, agree: Optional[Agree],
+    def _drive(self, steps: _Steps, forward: Forward, scale: float,
+               buffers: WatchedBuffers, agree: Agree | None,
                meant: Collection[str]) -> None:
         for _ in range(MOST):
             wanted = steps.request is not None
@@ -165,8 +167,8 @@ class Locator:
             if mine:
                 steps.take(outcome)
 
-    def _together(self, request: Optional[Request], first: int
-                  ) -> Tuple[Request, bool]:
+    def _together(self, request: Request | None, first: int
+                  ) -> tuple[Request, bool]:
         """The replay that all processes make, that of the first that asks.
 
         Returns:
@@ -200,7 +202,7 @@ class Locator:
     def _probe(self, images: Images, kept: KeptBatch,
                buffers: WatchedBuffers, asked: Request,
                on_purpose: Collection[str]) -> Provenance:
-        pixels: Dict[int, str] = {}
+        pixels: dict[int, str] = {}
         for image, tensor in images.pixels():
             place = tensor.untyped_storage()._cdata
             pixels[place] = 'the batch' if place in pixels else (

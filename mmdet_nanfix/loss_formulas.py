@@ -11,11 +11,13 @@ can hold, and equals it wherever that is finite and right:
 * triplet loss takes distances as differences of large squares;
 * focal matching costs take the log of ``1 - p``, of which nothing is left.
 """
+from __future__ import annotations
+
 import functools
 import inspect
 import math
 import types
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ def finite_forward(forward: Forward) -> Forward:
     return _of_nothing(_MENDED.get(name, lambda same: same)(forward))
 
 
-def exact_cost(method: Forward) -> Optional[Forward]:
+def exact_cost(method: Forward) -> Forward | None:
     """What to call in fp32 in place of a matching cost's method, or None."""
     if not str(method.__module__).startswith('mmdet.models.task_modules'):
         return None
@@ -84,7 +86,7 @@ class _FocalLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def _parts(logits: Tensor, true: Tensor) -> Tuple[Tensor, Tensor]:
+    def _parts(logits: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
         """``sigmoid(-z)`` and ``log sigmoid(z)``."""
         z = torch.where(true, logits, -logits)
         log = functional.logsigmoid(z)
@@ -118,12 +120,12 @@ def _focal_loss(forward: Forward) -> Forward:
     on it is log(FLT_MIN) = -87, whatever the logit. The formula goes through
     the logit itself. Labels that are no class are background, as there.
     """
-    scope: Dict[str, Any] = inspect.unwrap(forward).__globals__
+    scope: dict[str, Any] = inspect.unwrap(forward).__globals__
     if not {'py_sigmoid_focal_loss', 'weight_reduce_loss'} <= set(scope):
         return forward
 
     def of_labels(pred: Tensor, target: Tensor,
-                  weight: Optional[Tensor] = None, gamma: float = 2.0,
+                  weight: Tensor | None = None, gamma: float = 2.0,
                   alpha: float = 0.25, reduction: str = 'mean',
                   avg_factor: Any = None) -> Tensor:
         if target.dtype != torch.bool:
@@ -229,7 +231,7 @@ def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
                        numerator / torch.where(zero, 1., denominator))
 
 
-def _sizes(boxes: Tensor) -> Tuple[Tensor, Tensor]:
+def _sizes(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
 
 
@@ -318,7 +320,7 @@ def _bounded_iou(pred: Tensor, target: Tensor, beta: float = 0.2,
                        loss - 0.5 * beta)
 
 
-_MENDED: Dict[str, Callable[[Forward], Forward]] = {
+_MENDED: dict[str, Callable[[Forward], Forward]] = {
     'BoundedIoULoss': _with('bounded_iou_loss', _bounded_iou),
     'CIoULoss': _with('ciou_loss', _ciou),
     'FocalLoss': _focal_loss,
@@ -351,7 +353,7 @@ def _mask_focal_cost(self: Any, cls_pred: Tensor,
         cls_pred.flatten(1).size(1))
 
 
-_COSTS: Dict[str, Forward] = {
+_COSTS: dict[str, Forward] = {
     'BinaryFocalLossCost._focal_loss_cost': _focal_cost,
     'FocalLossCost._focal_loss_cost': _focal_cost,
     'FocalLossCost._mask_focal_loss_cost': _mask_focal_cost,

@@ -13,9 +13,11 @@ A head that looks at its loss's config or class (``use_sigmoid``,
 name of the type: ``GuidedAnchorHead`` takes ``loss_loc`` for a focal loss
 where its type is ``'FocalLoss'``, and no other.
 """
+from __future__ import annotations
+
 import functools
 import sys
-from typing import Any, Dict, Iterator, Type
+from typing import Any, Iterator
 
 from mmengine.registry import MODELS
 from torch import nn
@@ -27,7 +29,7 @@ from .regions import MARK
 __all__ = ['fp32_class', 'register_losses']
 
 
-def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
+def fp32_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a loss that is computed in fp32.
 
     Args:
@@ -55,7 +57,7 @@ def fp32_class(kind: Type[nn.Module]) -> Type[nn.Module]:
     return made
 
 
-def _host_losses() -> Iterator[Type[nn.Module]]:
+def _host_losses() -> Iterator[type[nn.Module]]:
     from mmdet.models import losses
     from mmdet.registry import MODELS as HOST
 
@@ -65,7 +67,7 @@ def _host_losses() -> Iterator[Type[nn.Module]]:
             yield kind
 
 
-def register_losses() -> Dict[str, Type[nn.Module]]:
+def register_losses() -> dict[str, type[nn.Module]]:
     """Register ``Fp32<Name>`` in MMEngine's root registry, once.
 
     Returns:

@@ -29,14 +29,13 @@ that differ are mended here:
 Sources: ``sigmoid_focal_loss_cuda_kernel.cuh`` and
 ``multi_scale_deform_attn.py`` of mmcv 2.1.0.
 """
+from __future__ import annotations
+
 import functools
 import sys
 from typing import (
     Any,
     Callable,
-    Dict,
-    Optional,
-    Tuple,
 )
 
 import torch
@@ -66,7 +65,7 @@ def _is_single(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == 'cpu'
 
 
-def _places(settings: Dict[str, Any]) -> Tuple[Any, ...]:
+def _places(settings: dict[str, Any]) -> tuple[Any, ...]:
     """The kernel's settings in the order of :func:`.roi_align`."""
     return ((settings['aligned_height'], settings['aligned_width']),
             settings['spatial_scale'], settings['sampling_ratio'],
@@ -109,7 +108,7 @@ def _roi_align_backward(op: Op) -> Op:
     return call
 
 
-def _widened(op: Op, writes: Tuple[int, ...] = ()) -> Op:
+def _widened(op: Op, writes: tuple[int, ...] = ()) -> Op:
     """Compute in fp32; ``writes`` are the places that the call fills."""
 
     @functools.wraps(op)
@@ -146,7 +145,7 @@ def _refuse_bfloat16(name: str, *tensors: Tensor) -> None:
 
 
 def _focal_terms(input: Tensor, target: Tensor,  # noqa: A002
-                 gamma: float, alpha: float) -> Tuple[Tensor, ...]:
+                 gamma: float, alpha: float) -> tuple[Tensor, ...]:
     """What both kernels start with, each value of the input's dtype.
 
     In half, gamma and alpha are rounded too, and ``FLT_MIN`` is 0, so that
@@ -242,9 +241,9 @@ def _focal_loss(original: Op) -> Op:
 
     @functools.wraps(original)
     def forward(self: Any, pred: Tensor, target: Tensor,
-                weight: Optional[Tensor] = None,
+                weight: Tensor | None = None,
                 avg_factor: Any = None,
-                reduction_override: Optional[str] = None) -> Tensor:
+                reduction_override: str | None = None) -> Tensor:
         labels = pred.dim() != target.dim()
         if not (is_emulating() and self.use_sigmoid and labels
                 and not self.activated):
@@ -287,7 +286,7 @@ def emulate_ops() -> None:
         ImportError: mmcv was installed without its operations.
     """
     third = functools.partial(_widened, writes=(2, ))
-    compiled: Dict[str, Callable[[Op], Op]] = {
+    compiled: dict[str, Callable[[Op], Op]] = {
         'roi_align_forward': _roi_align_forward,
         'roi_align_backward': _roi_align_backward,
         'sigmoid_focal_loss_forward': _focal_forward,

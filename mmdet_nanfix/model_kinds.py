@@ -1,4 +1,6 @@
 """Kinds of models that are guarded otherwise than most."""
+from __future__ import annotations
+
 from torch import nn
 
 from .head_methods import names_in

@@ -3,6 +3,8 @@
 Source of the lists: ``ATen/autocast_mode.h`` of PyTorch. An operation that a
 version of torch does not have is passed over.
 """
+from __future__ import annotations
+
 __all__ = [
     'BANNED', 'FP32', 'FP32_APPEND', 'FP32_OUTPUT', 'IN_PLACE',
     'IN_PLACE_BEFORE_24', 'LOWER', 'LOWER_CUDNN', 'NORMS',

@@ -1,6 +1,8 @@
 """What is noted of an operation that has made something non-finite."""
+from __future__ import annotations
+
 import dataclasses
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Tuple
 
 import torch
 from torch import Tensor
@@ -35,14 +37,14 @@ class Record:
     index: int
     op: str
     site: Site
-    given: Optional[Tuple[str, str]] = None
-    parents: List['Record'] = dataclasses.field(default_factory=list)
+    given: tuple[str, str] | None = None
+    parents: list[Record] = dataclasses.field(default_factory=list)
     meant: bool = False
     backward: bool = False
-    inputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
-    outputs: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    inputs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    outputs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     seen: bool = True
-    rows: Tuple[List[int], int] = dataclasses.field(
+    rows: tuple[list[int], int] = dataclasses.field(
         default_factory=lambda: ([], 0))
 
     @property
@@ -55,7 +57,7 @@ class Record:
 Span = Tuple[int, int, Record]
 
 
-def span_of(tensor: Tensor) -> Tuple[int, int]:
+def span_of(tensor: Tensor) -> tuple[int, int]:
     """First and last byte of a tensor in its storage."""
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
@@ -64,7 +66,7 @@ def span_of(tensor: Tensor) -> Tuple[int, int]:
     return begin, begin + (reach + 1) * size
 
 
-def bad_rows(tensor: Tensor) -> Tuple[List[int], int]:
+def bad_rows(tensor: Tensor) -> tuple[list[int], int]:
     """Rows of a tensor that are not finite, and the number of rows."""
     if tensor.dim() < 2:
         return [], 0

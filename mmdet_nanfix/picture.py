@@ -4,6 +4,8 @@ Nothing is known of any module: attributes of modules and of the plain
 objects that they hold (assigners, samplers, coders) are looked at, down
 through lists, dicts and arrays, and buffers by their names.
 """
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -13,11 +15,7 @@ import types
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterable,
-    List,
-    Set,
-    Tuple,
 )
 
 import numpy as np
@@ -49,7 +47,7 @@ _MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
 _LONG, _TOO_LONG = 1000, 5000
 
 _NOTHING: Any = object()
-_EMPTY: Dict[str, Any] = {}
+_EMPTY: dict[str, Any] = {}
 
 
 def _generator_undo(generator: Any) -> Undo:
@@ -126,19 +124,19 @@ class Picture:
         buffers: The buffers of each module, by name.
     """
 
-    spaces: List[Tuple[Dict[str, Any], Dict[str, Any]]] = (
+    spaces: list[tuple[dict[str, Any], dict[str, Any]]] = (
         dataclasses.field(default_factory=list))
-    containers: List[Tuple[Any, Any]] = dataclasses.field(
+    containers: list[tuple[Any, Any]] = dataclasses.field(
         default_factory=list)
-    arrays: List[Tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+    arrays: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         default_factory=list)
-    tensors: List[Tensor] = dataclasses.field(default_factory=list)
-    undos: List[Undo] = dataclasses.field(default_factory=list)
-    buffers: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    undos: list[Undo] = dataclasses.field(default_factory=list)
+    buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, roots: Iterable[Any], parameters: bool = False,
-           besides: Iterable[Any] = ()) -> 'Picture':
+           besides: Iterable[Any] = ()) -> Picture:
         """Look at everything below the roots; no device sync.
 
         Args:
@@ -147,8 +145,8 @@ class Picture:
             besides: Objects that are not looked at.
         """
         picture = cls()
-        seen: Set[int] = {id(item) for item in besides}
-        stack: List[Any] = list(roots)
+        seen: set[int] = {id(item) for item in besides}
+        stack: list[Any] = list(roots)
         while stack:
             item = stack.pop()
             kind = type(item)
@@ -194,12 +192,12 @@ class Picture:
         self.spaces.append((space, space.copy()))
         return space.values()
 
-    def _module(self, module: nn.Module, parameters: bool) -> List[Any]:
+    def _module(self, module: nn.Module, parameters: bool) -> list[Any]:
         if isinstance(module, torch.jit.ScriptModule):
             return list(module.buffers())
         space = module.__dict__
         self.spaces.append((space, space.copy()))
-        found: List[Any] = []
+        found: list[Any] = []
         if not _is_torchs_layer(module):
             found.extend(
                 value for name, value in space.items()
@@ -217,7 +215,7 @@ class Picture:
 
     def _container(self, container: Any) -> Iterable[Any]:
         self.containers.append((container, _elements(container)))
-        found: List[Any] = []
+        found: list[Any] = []
         if type(container).__module__ != 'builtins':
             found.extend(self._space(container))
         values = container.values() if isinstance(container, dict) else (
@@ -226,7 +224,7 @@ class Picture:
             found.extend(values)
         return found
 
-    def changes(self) -> 'Changes':
+    def changes(self) -> Changes:
         """What has become different since, but for values of tensors."""
         found = Changes(undos=self.undos)
         for space, before in self.spaces:
@@ -250,11 +248,11 @@ class Changes:
     hook between two micro-steps, it is left as it is now.
     """
 
-    names: List[Tuple[Dict[str, Any], str, Any, Any]] = dataclasses.field(
+    names: list[tuple[dict[str, Any], str, Any, Any]] = dataclasses.field(
         default_factory=list)
-    elements: List[Tuple[Any, Any, Any]] = dataclasses.field(
+    elements: list[tuple[Any, Any, Any]] = dataclasses.field(
         default_factory=list)
-    undos: List[Undo] = dataclasses.field(default_factory=list)
+    undos: list[Undo] = dataclasses.field(default_factory=list)
 
     def take_back(self) -> None:
         """Undo what nobody else has touched since."""

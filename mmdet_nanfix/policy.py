@@ -4,11 +4,13 @@ A step is described by two booleans (were the losses finite, were the
 gradients finite); what comes back is what to do. Nothing here imports torch,
 so every rule can be tested as a table.
 """
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections import deque
 from numbers import Integral, Real
-from typing import Any, Deque, Dict, Mapping, Optional, Tuple
+from typing import Any, Mapping
 
 __all__ = ['HIGH_START', 'LossScale', 'LossScaleSettings', 'StopRule']
 
@@ -38,7 +40,7 @@ class LossScaleSettings:
     init_scale: float = DEFAULT_START
     growth_factor: float = 2.
     backoff_factor: float = 0.5
-    growth_interval: Optional[int] = None
+    growth_interval: int | None = None
     min_scale: float = 1.
     max_scale: float = 65536.
     hysteresis: int = 1
@@ -47,7 +49,7 @@ class LossScaleSettings:
 
     @classmethod
     def from_arguments(cls, loss_scale: Any,
-                       overrides: Mapping[str, Any]) -> 'LossScaleSettings':
+                       overrides: Mapping[str, Any]) -> LossScaleSettings:
         """Read what a config gives.
 
         Args:
@@ -61,7 +63,7 @@ class LossScaleSettings:
             ValueError: A value that no loss scale can have.
         """
         if isinstance(loss_scale, str) and loss_scale == 'dynamic':
-            given: Dict[str, Any] = {}
+            given: dict[str, Any] = {}
         elif isinstance(loss_scale, Real) and not isinstance(
                 loss_scale, bool):
             given = {'init_scale': loss_scale}
@@ -137,7 +139,7 @@ class LossScaleSettings:
                 raise ValueError(f'Expected argument `{name}` to be {wanted},'
                                  f' but got {getattr(self, name)!r}')
 
-    def start(self) -> Tuple[float, Optional[str]]:
+    def start(self) -> tuple[float, str | None]:
         """Start value, and one sentence where it is not the one asked for."""
         if not self.enabled:
             return 1., None
@@ -244,7 +246,7 @@ class LossScale:
             self.scale = max(self.scale * self.settings.backoff_factor,
                              self.settings.min_scale)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain numbers under ``GradScaler``'s five keys and two of ours.
 
         ``scale``, ``growth_factor``, ``backoff_factor``,
@@ -262,7 +264,7 @@ class LossScale:
             'nanfix_bad_steps': self.bad_steps,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Optional[str]:
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Load progress; the rules stay those of the config.
 
         Args:
@@ -311,7 +313,7 @@ class StopRule:
     """
 
     def __init__(self,
-                 max_consecutive: Optional[int] = 20,
+                 max_consecutive: int | None = 20,
                  max_recent: int = 40,
                  window: int = 200) -> None:
         if max_consecutive is not None:
@@ -329,9 +331,9 @@ class StopRule:
         self.total = 0
         self.steps = 0
         self.saved = 0
-        self._recent: Deque[bool] = deque(maxlen=window)
+        self._recent: deque[bool] = deque(maxlen=window)
 
-    def update(self, skipped: bool, saved: bool = False) -> Optional[str]:
+    def update(self, skipped: bool, saved: bool = False) -> str | None:
         """Take in one optimizer step.
 
         Args:
@@ -359,7 +361,7 @@ class StopRule:
                     'steps were skipped')
         return None
 
-    def state_dict(self) -> Dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """``nanfix_`` ``steps``, ``total``, ``consecutive``, ``saved``."""
         return {
             'nanfix_steps': self.steps,

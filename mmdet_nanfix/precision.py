@@ -5,11 +5,13 @@ non-finite: ``log``, ``exp`` and squares leave half's range, an eps below 6e-8
 is 0, an area above 65504 is inf. :func:`in_fp32` gives a function fp32 copies
 of all its floating inputs, and autocast no say in it.
 """
+from __future__ import annotations
+
 import contextlib
 import copy
 import sys
 import types
-from typing import Any, Callable, Container, Dict, Iterator, Set
+from typing import Any, Callable, Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ def widened(value: Any) -> Any:
     return _widened(value, {}, _DEPTH)
 
 
-def _widened(value: Any, known: Dict[int, Any], depth: int) -> Any:
+def _widened(value: Any, known: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         if value.dtype not in HALVES:
             return value
@@ -57,7 +59,7 @@ def _widened(value: Any, known: Dict[int, Any], depth: int) -> Any:
     return known[id(value)][1]
 
 
-def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
+def _wide_copy(value: Any, known: dict[int, Any], depth: int) -> Any:
     out: Any
     if isinstance(value, Tensor):
         return value.float()
@@ -93,8 +95,8 @@ def _wide_copy(value: Any, known: Dict[int, Any], depth: int) -> Any:
     return out
 
 
-def _changed(items: Dict[Any, Any], known: Dict[int, Any],
-             depth: int) -> Dict[Any, Any]:
+def _changed(items: dict[Any, Any], known: dict[int, Any],
+             depth: int) -> dict[Any, Any]:
     """What is another object in fp32, by key or attribute."""
     wide = {key: _widened(item, known, depth - 1)
             for key, item in items.items()}
@@ -102,7 +104,7 @@ def _changed(items: Dict[Any, Any], known: Dict[int, Any],
             if value is not items[key]}
 
 
-def _devices(value: Any) -> Set[str]:
+def _devices(value: Any) -> set[str]:
     if isinstance(value, Tensor):
         return {value.device.type}
     if isinstance(value, dict):

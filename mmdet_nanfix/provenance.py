@@ -6,6 +6,8 @@ given something non-finite passes it on. Which origins count is told by going
 back from what must be finite (a loss, gradients, buffers): an infinity that
 softmax absorbs, or that nothing uses, is never met on that way.
 """
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -14,16 +16,10 @@ from types import ModuleType
 from typing import (
     Any,
     Callable,
-    Dict,
-    FrozenSet,
     Iterable,
     Iterator,
-    List,
     Mapping,
-    Optional,
     Sequence,
-    Set,
-    Tuple,
 )
 
 import torch
@@ -71,14 +67,14 @@ class _Schema:
     """What is needed of an operation's schema."""
 
     name: str
-    writes: FrozenSet[Any]
+    writes: frozenset[Any]
     is_view: bool
 
 
 @functools.lru_cache(maxsize=None)
 def _schema(func: Any) -> _Schema:
     schema = func._schema
-    writes: Set[Any] = set(_SILENT.get(func._overloadpacket.__name__, ()))
+    writes: set[Any] = set(_SILENT.get(func._overloadpacket.__name__, ()))
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.add(argument.name if argument.kwarg_only else place)
@@ -107,23 +103,23 @@ class Provenance(TorchDispatchMode):
     """
 
     def __init__(self, sites: Sites,
-                 given: Iterable[Tuple[str, str, Tensor]] = (),
+                 given: Iterable[tuple[str, str, Tensor]] = (),
                  meant: Iterable[Tensor] = (),
-                 mended: Iterable[Tuple[str, Optional[str]]] = ()) -> None:
+                 mended: Iterable[tuple[str, str | None]] = ()) -> None:
         super().__init__()
         self.index = 0
         self.seen = 0
-        self.running: Optional[str] = None
+        self.running: str | None = None
         self._sites = sites
         self._mended = frozenset(mended)
         # Storages that hold something bad, by address. A weak reference
         # keeps an address from being used again, not the memory.
-        self._bad: Dict[int, Tuple[StorageWeakRef, List[Span]]] = {}
-        self._made: Dict[int, Tuple[StorageWeakRef, str, Site]] = {}
+        self._bad: dict[int, tuple[StorageWeakRef, list[Span]]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, str, Site]] = {}
         # Where the forward operation of each autograd node was called from.
-        self._nodes: Dict[Any, Tuple[str, Site]] = {}
+        self._nodes: dict[Any, tuple[str, Site]] = {}
         # The half operation that is being computed, and its inputs.
-        self._scope: Tuple[int, List[Tensor]] = (0, [])
+        self._scope: tuple[int, list[Tensor]] = (0, [])
         for kind, name, tensor in given:
             self._mark(tensor, Record(-1, kind, Site(), (kind, name),
                                       outputs=[describe(tensor)]))
@@ -139,7 +135,7 @@ class Provenance(TorchDispatchMode):
                   if item[0] < begin or item[1] > end][-_MOST_PARTS:]
         self._bad[weak.cdata] = (weak, [*others, (begin, end, record)])
 
-    def of(self, tensor: Tensor) -> List[Record]:
+    def of(self, tensor: Tensor) -> list[Record]:
         """What made a tensor non-finite; nothing where it is finite."""
         if not _is_floating(tensor):
             return []
@@ -150,14 +146,14 @@ class Provenance(TorchDispatchMode):
         return [record for first, last, record in known[1]
                 if first < end and last > begin]
 
-    def origins(self, tensors: Iterable[Tensor]) -> List[Record]:
+    def origins(self, tensors: Iterable[Tensor]) -> list[Record]:
         """The origins that reached any of the tensors, in their order.
 
         Infinities that were asked for are among them only where there is
         nothing else.
         """
-        found: Dict[int, Record] = {}
-        seen: Set[int] = set()
+        found: dict[int, Record] = {}
+        seen: set[int] = set()
         waiting = [record for tensor in tensors
                    for record in self.of(tensor)]
         while waiting:
@@ -171,7 +167,7 @@ class Provenance(TorchDispatchMode):
         ordered = sorted(found.values(), key=lambda record: record.index)
         return [record for record in ordered if not record.meant] or ordered
 
-    def made_at(self, node: Any) -> Optional[Site]:
+    def made_at(self, node: Any) -> Site | None:
         """Where the operation of an autograd node was called from."""
         found = self._nodes.get(_key_of(node))
         return found[1] if found is not None else None
@@ -206,7 +202,7 @@ class Provenance(TorchDispatchMode):
         return call
 
     def foreign(self, name: str, function: Callable[..., Any],
-                args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+                args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a compiled function that torch does not dispatch.
 
         Args:
@@ -243,8 +239,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any,
-                           args: Tuple[Any, ...] = (),
-                           kwargs: Optional[Dict[str, Any]] = None) -> Any:
+                           args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         schema = _schema(func)
         # Within a backward a checkpointed forward runs with gradients on.
@@ -281,7 +277,7 @@ class Provenance(TorchDispatchMode):
             self._explain(schema, spoiled, written, held, args, kwargs, node)
         return out
 
-    def _finish(self, results: Sequence[Tensor], name: str) -> List[Tensor]:
+    def _finish(self, results: Sequence[Tensor], name: str) -> list[Tensor]:
         """Those of the results of an operation, by name, that are bad."""
         spoiled = []
         for value in results:
@@ -320,7 +316,7 @@ class Provenance(TorchDispatchMode):
             if maker is not None:
                 self._nodes[node] = maker[1:]
 
-    def _see_scope(self, name: str, args: Tuple[Any, ...]) -> None:
+    def _see_scope(self, name: str, args: tuple[Any, ...]) -> None:
         """Remember the inputs of a half operation made of several."""
         now, count = computing()
         if now is None or count != self._scope[0]:
@@ -341,8 +337,8 @@ class Provenance(TorchDispatchMode):
             self._made[weak.cdata] = (weak, computing()[0] or name,
                                       self._sites.here())
 
-    def _explain(self, schema: _Schema, spoiled: List[Tensor],
-                 written: List[Tensor], held: List[Record], args: Any,
+    def _explain(self, schema: _Schema, spoiled: list[Tensor],
+                 written: list[Tensor], held: list[Record], args: Any,
                  kwargs: Any, node: Any) -> None:
         """Tell what made the results of an operation bad."""
         leaves = tree_leaves((args, kwargs))
@@ -365,7 +361,7 @@ class Provenance(TorchDispatchMode):
             self._note((name, site), spoiled, parents, inputs, asked,
                        node is not None)
 
-    def _mend(self, place: Tuple[str, Site],
+    def _mend(self, place: tuple[str, Site],
               spoiled: Sequence[Tensor]) -> bool:
         """Set results to 0 where that is asked for.
 
@@ -378,8 +374,8 @@ class Provenance(TorchDispatchMode):
             self._clear(value)
         return True
 
-    def _note(self, place: Tuple[str, Site], spoiled: Sequence[Tensor],
-              parents: List[Record], inputs: Sequence[Tensor],
+    def _note(self, place: tuple[str, Site], spoiled: Sequence[Tensor],
+              parents: list[Record], inputs: Sequence[Tensor],
               asked: bool = False, backward: bool = False) -> None:
         name, site = place
         has_nan = any(bool(value.isnan().any()) for value in spoiled)
@@ -396,7 +392,7 @@ class Provenance(TorchDispatchMode):
         for value in spoiled:
             self._mark(value, record)
 
-    def _place(self, name: str, node: Any) -> Tuple[str, Site]:
+    def _place(self, name: str, node: Any) -> tuple[str, Site]:
         """Name and place of what runs.
 
         In a backward those of the forward operation whose gradient it is.
@@ -415,9 +411,9 @@ class Provenance(TorchDispatchMode):
         own = kind.endswith('Backward')
         return (kind[:-len('Backward')] if own else known), site
 
-    def _parents(self, bad: Sequence[Tensor], site: Site) -> List[Record]:
+    def _parents(self, bad: Sequence[Tensor], site: Site) -> list[Record]:
         """What made inputs bad: something seen, or somebody outside."""
-        parents: List[Record] = []
+        parents: list[Record] = []
         for tensor in bad:
             found = self.of(tensor)
             if not found:

@@ -10,11 +10,13 @@ reaches the end of the step and all skip it together:
 * ``torch.nn.functional.binary_cross_entropy``: inputs outside of 0 to 1;
 * ``torch.nn.functional.one_hot``: labels out of range.
 """
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import functools
 import sys
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from torch.nn import functional
 __all__ = ['install', 'tainting']
 
 Report = Callable[[Tensor], None]
-_REPORT: 'contextvars.ContextVar[Optional[Report]]' = contextvars.ContextVar(
+_REPORT: contextvars.ContextVar[Report | None] = contextvars.ContextVar(
     'nanfix_report', default=None)
 _MARK = 'of_mmdet_nanfix'
 

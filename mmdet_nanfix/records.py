@@ -4,12 +4,14 @@ One incident is one JSON object on one line of ``incidents.jsonl``. JSON has
 no non-finite numbers, so these are the strings ``"nan"``, ``"inf"`` and
 ``"-inf"``.
 """
+from __future__ import annotations
+
 import dataclasses
 import datetime
 import json
 import math
 import os
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Iterator
 
 __all__ = [
     'Cause', 'Counts', 'HeadState', 'Incident', 'IncidentLog',
@@ -34,13 +36,13 @@ class Where:
         kind: ``nan`` ``inf`` ``-inf``.
     """
 
-    phase: Optional[str] = None
-    head: Optional[str] = None
-    module: Optional[str] = None
-    level: Optional[int] = None
-    op: Optional[str] = None
-    source: Optional[str] = None
-    kind: Optional[str] = None
+    phase: str | None = None
+    head: str | None = None
+    module: str | None = None
+    level: int | None = None
+    op: str | None = None
+    source: str | None = None
+    kind: str | None = None
 
 
 @dataclasses.dataclass
@@ -55,9 +57,9 @@ class HeadState:
         n_params: Trainable parameters of this part.
     """
 
-    losses: Dict[str, float] = dataclasses.field(default_factory=dict)
-    bad_losses: List[str] = dataclasses.field(default_factory=list)
-    bad_grads: List[str] = dataclasses.field(default_factory=list)
+    losses: dict[str, float] = dataclasses.field(default_factory=dict)
+    bad_losses: list[str] = dataclasses.field(default_factory=list)
+    bad_grads: list[str] = dataclasses.field(default_factory=list)
     n_params: int = 0
 
     @property
@@ -89,9 +91,9 @@ class Cause:
 
     code: str
     title: str
-    evidence: List[str]
+    evidence: list[str]
     advice: str
-    config_patch: Optional[str] = None
+    config_patch: str | None = None
 
 
 @dataclasses.dataclass
@@ -130,20 +132,20 @@ class Incident:
     """
 
     rank: int
-    epoch: Optional[int]
+    epoch: int | None
     iter: int
     where: Where
-    heads: Dict[str, HeadState]
+    heads: dict[str, HeadState]
     loss_scale: LossScaleChange
     action: str
     counts: Counts
-    images: Optional[List[Dict[str, Any]]] = None
-    cause: Optional[Cause] = None
-    error: Optional[str] = None
-    ranks: Optional[List[int]] = None
-    origin: Optional[Dict[str, Any]] = None
-    replay: Optional[str] = None
-    remedy: Optional[Dict[str, Any]] = None
+    images: list[dict[str, Any]] | None = None
+    cause: Cause | None = None
+    error: str | None = None
+    ranks: list[int] | None = None
+    origin: dict[str, Any] | None = None
+    replay: str | None = None
+    remedy: dict[str, Any] | None = None
     time: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now().astimezone().
         isoformat(timespec='milliseconds'))
@@ -154,7 +156,7 @@ class Incident:
         return json.dumps(self.to_dict(), allow_nan=False,
                           ensure_ascii=False)
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As a reader of the log gets it."""
         return _spell({'schema': self.schema, 'time': self.time,
                        **dataclasses.asdict(self)})
@@ -169,7 +171,7 @@ class NonFiniteError(FloatingPointError):
     """
 
     def __init__(self, message: str,
-                 incident: Optional[Incident] = None) -> None:
+                 incident: Incident | None = None) -> None:
         super().__init__(message)
         self.incident = incident
 
@@ -212,11 +214,11 @@ class IncidentLog:
         writable: Whether the last write succeeded.
     """
 
-    def __init__(self, path: Optional[str],
+    def __init__(self, path: str | None,
                  warn: Callable[[str], None]) -> None:
         self.path = path
         self.writable = False
-        self._warn: Optional[Callable[[str], None]] = warn
+        self._warn: Callable[[str], None] | None = warn
         if path is not None:
             self._append('')
 
@@ -255,7 +257,7 @@ def _torn(file: Any) -> bool:
     return file.read(1) != b'\n'
 
 
-def read_log(path: str) -> Iterator[Dict[str, Any]]:
+def read_log(path: str) -> Iterator[dict[str, Any]]:
     """Incidents of a log file as dicts.
 
     Passes over a torn line, and anything else that is not an incident of

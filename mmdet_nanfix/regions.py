@@ -29,6 +29,8 @@ functions          ``inverse_sigmoid``, ``sigmoid_geometric_mean``
 An argument that holds half tensors is a copy within a region: what the
 region writes into it, the caller does not see.
 """
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
@@ -37,11 +39,9 @@ import types
 from typing import (
     Any,
     Callable,
-    FrozenSet,
     Iterable,
     Iterator,
     Optional,
-    Set,
 )
 
 import torch
@@ -88,9 +88,9 @@ class _Switch:
         parts: ``id`` of each module that runs in fp32 as a whole.
     """
 
-    mode: Optional[str] = None
+    mode: str | None = None
     device = 'cpu'
-    parts: FrozenSet[int] = frozenset()
+    parts: frozenset[int] = frozenset()
 
 
 class _Place(threading.local):
@@ -107,14 +107,14 @@ class _Place(threading.local):
 
 _PLACE = _Place()
 #: Of methods that compute a sigmoid in fp32.
-_CODES: Set[types.CodeType] = set()
+_CODES: set[types.CodeType] = set()
 #: In force now.
 SWITCH = _Switch()
 
 
 @contextlib.contextmanager
-def switched(mode: Optional[str], device: str,
-             parts: FrozenSet[int] = frozenset()) -> Iterator[None]:
+def switched(mode: str | None, device: str,
+             parts: frozenset[int] = frozenset()) -> Iterator[None]:
     """Let the regions count.
 
     A global, not a context variable: checkpointed forwards run again in

@@ -3,8 +3,10 @@
 Never with gradients that are absurd: at a low enough loss scale, or in fp32,
 those of any batch are finite, and a corrupt one would be applied.
 """
+from __future__ import annotations
+
 import dataclasses
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence
 
 from torch import Tensor
 
@@ -30,16 +32,16 @@ class Remedy:
     """
 
     action: str
-    scale: Optional[float] = None
-    fp32: Tuple[str, ...] = ()
+    scale: float | None = None
+    fp32: tuple[str, ...] = ()
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As an incident's ``remedy``."""
         return {'scale': self.scale, 'fp32': list(self.fp32)}
 
 
-def choose(cause: Optional[Cause], found: Findings,
-           sane: Sane) -> Optional[Remedy]:
+def choose(cause: Cause | None, found: Findings,
+           sane: Sane) -> Remedy | None:
     """The remedy that the evidence is for, or None.
 
     Args:
@@ -61,7 +63,7 @@ def choose(cause: Optional[Cause], found: Findings,
 
 def retry(window: Sequence[MicroStep], remedy: Remedy, host: Host,
           transaction: Transaction, carry: Callable[[Tensor], Tensor],
-          sane: Sane) -> Tuple[Any, Optional[float]]:
+          sane: Sane) -> tuple[Any, float | None]:
     """Make the forwards and backwards of a window again.
 
     From the same batches, weights, buffers and random numbers. Nothing is

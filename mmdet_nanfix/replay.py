@@ -3,14 +3,13 @@
 From the same state, generators and batch, so that on a CPU a replay gives the
 same numbers to the last bit. Whatever it changes is taken back.
 """
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from typing import (
     Any,
-    Dict,
-    FrozenSet,
     Iterator,
-    List,
     Mapping,
     Optional,
     Sequence,
@@ -93,17 +92,17 @@ class Request:
         gauge: Whether it is measured how far gradients fill half's range.
     """
 
-    batch: Optional[Any] = None
+    batch: Any | None = None
     probe: bool = False
-    mended: FrozenSet[Place] = frozenset()
-    until: Optional[str] = None
-    scale: Optional[float] = None
-    fp32: Tuple[str, ...] = ()
+    mended: frozenset[Place] = frozenset()
+    until: str | None = None
+    scale: float | None = None
+    fp32: tuple[str, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    normalised: Optional[Tuple[List[float], List[float]]] = None
+    normalised: tuple[list[float], list[float]] | None = None
     gauge: bool = False
 
-    def shared(self) -> Dict[str, Any]:
+    def shared(self) -> dict[str, Any]:
         """What is the same in all processes: no batch, no origins."""
         return {'until': self.until, 'scale': self.scale, 'fp32': self.fp32,
                 'factors': dict(self.factors), 'gauge': self.gauge}
@@ -130,16 +129,16 @@ class Outcome:
         losses: Value of each loss key, if origins were looked for.
     """
 
-    failed: Optional[str] = None
-    origins: List[Record] = dataclasses.field(default_factory=list)
-    error: Optional[str] = None
+    failed: str | None = None
+    origins: list[Record] = dataclasses.field(default_factory=list)
+    error: str | None = None
     seen: int = 0
-    running: Optional[str] = None
-    raised: Optional[str] = None
-    owners: Dict[str, List[Site]] = dataclasses.field(default_factory=dict)
-    norm: Optional[float] = None
-    filled: Optional[float] = None
-    losses: Dict[str, float] = dataclasses.field(default_factory=dict)
+    running: str | None = None
+    raised: str | None = None
+    owners: dict[str, list[Site]] = dataclasses.field(default_factory=dict)
+    norm: float | None = None
+    filled: float | None = None
+    losses: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Replays:
@@ -158,8 +157,8 @@ class Replays:
         self._host = host
 
     def run(self, forward: Forward, batch: Any, scale: float,
-            buffers: Mapping[str, Tensor], probe: Optional[Provenance] = None,
-            backward: bool = False, asked: Optional[Request] = None
+            buffers: Mapping[str, Tensor], probe: Provenance | None = None,
+            backward: bool = False, asked: Request | None = None
             ) -> Outcome:
         """Run once and look at what comes out.
 
@@ -196,7 +195,7 @@ class Replays:
         run.outcome.seen = probe.seen if probe is not None else 0
         return run.outcome
 
-    def _normalise(self, mean: List[float], std: List[float]) -> None:
+    def _normalise(self, mean: list[float], std: list[float]) -> None:
         """Other numbers in the data preprocessor, which are taken back."""
         first: Any = getattr(self._model, 'data_preprocessor', None)
         for name, values in (('mean', mean), ('std', std)):
@@ -223,7 +222,7 @@ class _Run:
     """One replay while it runs."""
 
     def __init__(self, model: nn.Module, scale: float,
-                 buffers: Mapping[str, Tensor], probe: Optional[Provenance],
+                 buffers: Mapping[str, Tensor], probe: Provenance | None,
                  backward: bool, asked: Request) -> None:
         self.outcome = Outcome()
         self._model = model
@@ -233,7 +232,7 @@ class _Run:
         self._backward = backward
         self._until = asked.until
         self._asked = asked
-        self._losses: Dict[str, List[Tensor]] = {}
+        self._losses: dict[str, list[Tensor]] = {}
 
     def drop_gradients(self) -> None:
         """Nothing is added to the gradients of a step that failed."""

@@ -3,6 +3,8 @@
 ``python -m mmdet_nanfix.report WORK_DIR`` reads the logs of all resumes and
 ranks. Exit status: 0 no incident, 1 some, 2 misuse.
 """
+from __future__ import annotations
+
 import argparse
 import io
 import json
@@ -11,14 +13,10 @@ import re
 import sys
 from typing import (
     Any,
-    Dict,
     Iterable,
     Iterator,
-    List,
     NoReturn,
-    Optional,
     Sequence,
-    Tuple,
 )
 
 from rich.console import Console
@@ -42,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f'nan_report: {message}\n')
 
 
-def find_logs(work_dir: str) -> List[str]:
+def find_logs(work_dir: str) -> list[str]:
     """Incident logs below a directory, oldest run first.
 
     A run logs to ``<work_dir>/<timestamp>/nanfix``; its folder name sorts
@@ -64,7 +62,7 @@ def find_logs(work_dir: str) -> List[str]:
     return found
 
 
-def _heads_text(incident: Dict[str, Any]) -> Text:
+def _heads_text(incident: dict[str, Any]) -> Text:
     """One line a head; ``>`` marks the one to blame."""
     text = Text()
     blamed = (incident['where'] or {}).get('head')
@@ -77,11 +75,11 @@ def _heads_text(incident: Dict[str, Any]) -> Text:
     return text
 
 
-def _as_dict(value: Any) -> Dict[str, Any]:
+def _as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _row(incident: Dict[str, Any]) -> List[Text]:
+def _row(incident: dict[str, Any]) -> list[Text]:
     where = incident['where'] or {}
     counts = incident['counts'] or {}
     cause = _as_dict(incident['cause'])
@@ -103,7 +101,7 @@ def _row(incident: Dict[str, Any]) -> List[Text]:
     ]
 
 
-def incident_table(incidents: Iterable[Dict[str, Any]], title: str) -> Table:
+def incident_table(incidents: Iterable[dict[str, Any]], title: str) -> Table:
     """One row an incident.
 
     Args:
@@ -125,7 +123,7 @@ class Summary:
     """
 
     def __init__(self) -> None:
-        self.rows: Dict[Tuple[str, str], List[int]] = {}
+        self.rows: dict[tuple[str, str], list[int]] = {}
 
     def add(self, incident: Incident) -> None:
         """Count one incident."""
@@ -144,13 +142,13 @@ class Summary:
         return out.getvalue().rstrip()
 
 
-def paragraphs(incidents: Iterable[Dict[str, Any]]) -> Iterator[str]:
+def paragraphs(incidents: Iterable[dict[str, Any]]) -> Iterator[str]:
     """One paragraph for each place where incidents began.
 
     Args:
         incidents: As :func:`~mmdet_nanfix.records.read_log` gives them.
     """
-    alike: Dict[str, List[Dict[str, Any]]] = {}
+    alike: dict[str, list[dict[str, Any]]] = {}
     for incident in incidents:
         place = {**(incident['where'] or {}), 'kind': None}
         cause = _as_dict(incident['cause']).get('code')
@@ -200,7 +198,7 @@ def _print_json(logs: Sequence[str]) -> int:
     return len(found)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = _Parser(prog='nan_report', description=__doc__.split('\n')[0])
     parser.add_argument('work_dir', help='work directory of a training run')

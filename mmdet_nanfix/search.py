@@ -6,16 +6,13 @@ a replay has not shown: an operation, because non-finite numbers went from it
 to the loss; an image or an annotation, because the failure does not come
 with a good one in its place.
 """
+from __future__ import annotations
+
 import dataclasses
 from typing import (
     Any,
-    Dict,
     Generator,
-    List,
-    Optional,
     Sequence,
-    Set,
-    Tuple,
 )
 
 from .batches import Image, Images
@@ -60,31 +57,31 @@ class Findings:
         normalised: Mean and standard deviation that help.
     """
 
-    failed: Optional[str] = None
-    origin: Optional[Record] = None
-    others: List[Record] = dataclasses.field(default_factory=list)
-    images: Optional[List[Dict[str, Any]]] = None
-    tests: List[str] = dataclasses.field(default_factory=list)
-    replay: Optional[str] = None
-    outcome: Optional[Outcome] = None
+    failed: str | None = None
+    origin: Record | None = None
+    others: list[Record] = dataclasses.field(default_factory=list)
+    images: list[dict[str, Any]] | None = None
+    tests: list[str] = dataclasses.field(default_factory=list)
+    replay: str | None = None
+    outcome: Outcome | None = None
     trials: int = 0
-    replays: Dict[str, Replay] = dataclasses.field(default_factory=dict)
-    proven: Set[str] = dataclasses.field(default_factory=set)
-    fits: Optional[float] = None
-    norm: Optional[float] = None
-    part: Optional[str] = None
-    mode: Optional[str] = None
-    term: Optional[Tuple[str, float]] = None
-    normalised: Optional[Tuple[List[float], List[float]]] = None
+    replays: dict[str, Replay] = dataclasses.field(default_factory=dict)
+    proven: set[str] = dataclasses.field(default_factory=set)
+    fits: float | None = None
+    norm: float | None = None
+    part: str | None = None
+    mode: str | None = None
+    term: tuple[str, float] | None = None
+    normalised: tuple[list[float], list[float]] | None = None
 
 
 # What steps a search makes: replays are asked for, outcomes come back.
 Search = Generator[Request, Outcome, Findings]
 
 
-def search(images: Images, last_good: Optional[Images],
-           num_classes: Optional[int], raised: Optional[str] = None,
-           alone: bool = True, found: Optional[Findings] = None) -> Search:
+def search(images: Images, last_good: Images | None,
+           num_classes: int | None, raised: str | None = None,
+           alone: bool = True, found: Findings | None = None) -> Search:
     """Look for the origin, then for the image and the annotation.
 
     Args:
@@ -111,7 +108,7 @@ def search(images: Images, last_good: Optional[Images],
     return found
 
 
-def look(found: Findings, raised: Optional[str]
+def look(found: Findings, raised: str | None
          ) -> Generator[Request, Outcome, bool]:
     """Look for origins.
 
@@ -128,7 +125,7 @@ def look(found: Findings, raised: Optional[str]
     return found.replay is None
 
 
-def _no_failure(outcome: Outcome, raised: Optional[str]) -> Optional[str]:
+def _no_failure(outcome: Outcome, raised: str | None) -> str | None:
     """Why the first replay is none of the failure, in words, or None."""
     if outcome.error is not None:
         return f'the replay {outcome.error}'
@@ -154,7 +151,7 @@ def choose(found: Findings, trials: bool
     outcome = found.outcome
     if outcome is None:
         return
-    places: Dict[Any, Record] = {}
+    places: dict[Any, Record] = {}
     for record in outcome.origins:
         # A layer that is shared by levels is one place.
         places.setdefault((*_place(record), record.given), record)
@@ -174,15 +171,15 @@ def choose(found: Findings, trials: bool
         found.replay = 'no operation made it of what was finite'
 
 
-def _tried(records: List[Record], first: Outcome, found: Findings
-           ) -> Generator[Request, Outcome, Optional[Record]]:
+def _tried(records: list[Record], first: Outcome, found: Findings
+           ) -> Generator[Request, Outcome, Record | None]:
     """The origin without which the failure is gone, or none.
 
     All together at first: what does not help then does not help alone.
     """
 
     def helps(group: Sequence[Record]
-              ) -> Generator[Request, Outcome, Tuple[bool, Outcome]]:
+              ) -> Generator[Request, Outcome, tuple[bool, Outcome]]:
         found.trials += 1
         outcome = yield Request(mended=frozenset(
             map(_place, group)), until=first.failed)
@@ -235,8 +232,8 @@ class Blame:
         alone: Likewise.
     """
 
-    def __init__(self, images: Images, last_good: Optional[Images],
-                 num_classes: Optional[int], found: Findings,
+    def __init__(self, images: Images, last_good: Images | None,
+                 num_classes: int | None, found: Findings,
                  alone: bool = True) -> None:
         self._alone = alone
         self._images = images
@@ -299,7 +296,7 @@ class Blame:
         return batch is None or self._left == 0 or not (
             yield from self._holds(batch))
 
-    def _holds(self, batch: Optional[Any]
+    def _holds(self, batch: Any | None
                ) -> Generator[Request, Outcome, bool]:
         """Whether the failure does not come with another batch."""
         first = self._found.outcome
@@ -326,7 +323,7 @@ class Blame:
         self._found.replays['annotation repaired'].words = (
             self._found.tests[-1])
 
-    def _which_image(self) -> Generator[Request, Outcome, Optional[Image]]:
+    def _which_image(self) -> Generator[Request, Outcome, Image | None]:
         """The one image without which nothing fails, or None."""
         suspects = self._suspects()
         for image in suspects[:1] if len(suspects) > 2 else suspects:
@@ -350,7 +347,7 @@ class Blame:
         return (yield from self._holds(
             self._images.without(images, self._last_good)))
 
-    def _suspects(self) -> List[Image]:
+    def _suspects(self) -> list[Image]:
         """All images, the one that the origin points to first."""
         images = self._images.images
         hint = self._hint()
@@ -359,7 +356,7 @@ class Blame:
             images.insert(0, hint)
         return images
 
-    def _hint(self) -> Optional[Image]:
+    def _hint(self) -> Image | None:
         """The image whose row of the origin's result is bad."""
         origin = self._found.origin
         if origin is None:

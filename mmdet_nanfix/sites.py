@@ -3,13 +3,15 @@
 Read off the Python stack while the operation runs: heads of MMDetection are
 called as plain methods, which module hooks do not see.
 """
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import os
 import sys
 import traceback
 import types
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -53,12 +55,12 @@ class Site:
         image: Index of the image that a loop over images is at.
     """
 
-    source: Optional[str] = None
-    function: Optional[str] = None
-    module: Optional[str] = None
+    source: str | None = None
+    function: str | None = None
+    module: str | None = None
     in_loss: bool = False
-    level: Optional[int] = None
-    image: Optional[int] = None
+    level: int | None = None
+    image: int | None = None
 
 
 class Sites:
@@ -74,9 +76,9 @@ class Sites:
         losses = {id(module) for module in loss_modules(model)}
         self._losses = {name for key, name in self._names.items()
                         if key in losses}
-        self._kinds: Dict[types.CodeType, Tuple[bool, bool]] = {}
+        self._kinds: dict[types.CodeType, tuple[bool, bool]] = {}
 
-    def _kind(self, code: types.CodeType) -> Tuple[bool, bool]:
+    def _kind(self, code: types.CodeType) -> tuple[bool, bool]:
         """Whether it is a library's, and whether it may be a method."""
         known = self._kinds.get(code)
         if known is None:
@@ -97,11 +99,11 @@ class Sites:
         return self._of(reversed(list(
             traceback.walk_tb(error.__traceback__))))
 
-    def _of(self, frames: Iterable[Tuple[types.FrameType, int]]) -> Site:
+    def _of(self, frames: Iterable[tuple[types.FrameType, int]]) -> Site:
         source = function = module = None
-        in_loss: Optional[bool] = None
+        in_loss: bool | None = None
         level = image = None
-        inner: Optional[types.FrameType] = None
+        inner: types.FrameType | None = None
         for frame, line in itertools.islice(frames, _DEEPEST):
             code = frame.f_code
             if code.co_filename == _BEGIN:
@@ -124,15 +126,15 @@ class Sites:
         return Site(source, function, module, bool(in_loss), level, image)
 
 
-def _outwards(frame: Optional[types.FrameType]
-              ) -> Iterator[Tuple[types.FrameType, int]]:
+def _outwards(frame: types.FrameType | None
+              ) -> Iterator[tuple[types.FrameType, int]]:
     """Frames and lines; 0 for the line that a frame is at."""
     while frame is not None:
         yield frame, 0
         frame = frame.f_back
 
 
-def _means_loss(name: str, of_module: bool) -> Optional[bool]:
+def _means_loss(name: str, of_module: bool) -> bool | None:
     """What a function's name tells; None for nothing."""
     if of_module and any(word in name for word in _LAYER_WORDS):
         return False
@@ -140,8 +142,8 @@ def _means_loss(name: str, of_module: bool) -> Optional[bool]:
 
 
 def _at(loop: types.FrameType, inner: types.FrameType,
-        level: Optional[int], image: Optional[int]
-        ) -> Tuple[Optional[int], Optional[int]]:
+        level: int | None, image: int | None
+        ) -> tuple[int | None, int | None]:
     """At which level or image a loop over both kinds of things is.
 
     MMDetection's ``multi_apply`` calls a function with the first of each of
@@ -160,12 +162,12 @@ def _at(loop: types.FrameType, inner: types.FrameType,
     return level, (index if image is None else image)
 
 
-def _index(lists: List[Any], inner: types.FrameType) -> Optional[int]:
+def _index(lists: list[Any], inner: types.FrameType) -> int | None:
     """Which elements of the lists a call has among its arguments."""
     code = inner.f_code
     held = {id(inner.f_locals.get(name))
             for name in code.co_varnames[:code.co_argcount]}
-    votes: Dict[int, int] = {}
+    votes: dict[int, int] = {}
     for items in lists:
         at = [index for index, item in enumerate(items) if id(item) in held
               and not isinstance(item, (int, float, str, type(None)))]

@@ -1,6 +1,8 @@
 """What stands for an optimizer wrapper while a step is made once more."""
+from __future__ import annotations
+
 import contextlib
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
@@ -26,7 +28,7 @@ class StandIn(OptimWrapper):
         self._real = real
         self._on_loss = on_loss
         self._inner_count = inner_count
-        self._taints: List[Tensor] = []
+        self._taints: list[Tensor] = []
 
     def optim_context(self, model: Any) -> Any:
         """Autocast and regions."""
@@ -63,7 +65,7 @@ class Retries:
         self._model = model
 
     @contextlib.contextmanager
-    def at(self, scale: Optional[float], fp32: Sequence[str]
+    def at(self, scale: float | None, fp32: Sequence[str]
            ) -> Iterator[None]:
         """Region of a retry, at another loss scale and precision."""
         wrapper = self._wrapper
@@ -90,7 +92,7 @@ class Retries:
         """Result of the check of the gradients, which are unscaled then."""
         return bool(self._wrapper._found_inf())
 
-    def norm(self) -> Optional[float]:
+    def norm(self) -> float | None:
         """Their L2 norm, unscaled."""
         norm = self._wrapper._gradient_norm()
         return None if norm is None else float(norm)

@@ -3,17 +3,15 @@
 A host feeds it the losses of each forward and the loss of each backward, and
 asks it to judge each optimizer step. It knows tensors, not runners.
 """
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from typing import (
     Any,
     Callable,
     Iterator,
-    List,
-    Optional,
     Sequence,
-    Set,
-    Tuple,
 )
 
 import torch
@@ -53,9 +51,9 @@ class Verdict:
         logged: What the model's training step returned then, for the log.
     """
 
-    incident: Optional[Incident] = None
-    stop: Optional[str] = None
-    note: Optional[str] = None
+    incident: Incident | None = None
+    stop: str | None = None
+    note: str | None = None
     rescued: bool = False
     logged: Any = None
 
@@ -96,27 +94,27 @@ class GuardedStep:
                  stop: StopRule,
                  clock: Callable[[], Any],
                  rank: int = 0,
-                 agree: Optional[Callable[[bool], List[int]]] = None,
+                 agree: Callable[[bool], list[int]] | None = None,
                  others: Sequence[Callable[[], Callable[[], Undo]]] = (),
                  sharded: bool = False,
-                 host: Optional[Host] = None,
-                 max_incidents: Optional[int] = 100,
-                 sticky: Optional[StickyParts] = None) -> None:
+                 host: Host | None = None,
+                 max_incidents: int | None = 100,
+                 sticky: StickyParts | None = None) -> None:
         self.model = model
         self.scale = scale
         self.stop = stop
-        self.flag: Optional[Tensor] = None
+        self.flag: Tensor | None = None
         self._clock = clock
         self._rank = rank
         self._agree = agree
         self.sharded = sharded
         self._optimizer = optimizer
         self._anchor = Anchor(self._optimized)
-        self._known: Tuple[Any, Set[int]] = ((), set())
-        self._window: List[MicroStep] = []
+        self._known: tuple[Any, set[int]] = ((), set())
+        self._window: list[MicroStep] = []
         self._transaction = Transaction(model, others)
         self._seen = Watch(self._transaction)
-        self._poison: List[Tensor] = []
+        self._poison: list[Tensor] = []
         self._host = host or Host()
         self._copies = False
         self._sticky = sticky or StickyParts()
@@ -126,7 +124,7 @@ class GuardedStep:
             scale, self._host, rank, agree, self._optimized, max_incidents)
         self.history = self._inquiry.history
 
-    def _optimized(self) -> Set[int]:
+    def _optimized(self) -> set[int]:
         """``id`` of each parameter that the optimizer has now."""
         groups = [group['params'] for group in self._optimizer.param_groups]
         lengths = tuple(map(len, groups))
@@ -156,7 +154,7 @@ class GuardedStep:
         self._poison.append(flag)
 
     @contextlib.contextmanager
-    def watch(self, module: Optional[nn.Module] = None) -> Iterator[None]:
+    def watch(self, module: nn.Module | None = None) -> Iterator[None]:
         """Take in the losses that the model returns within this region.
 
         The region is the forward of one micro-step; the first of a window
@@ -175,7 +173,7 @@ class GuardedStep:
         with self._seen.over(module or self.model):
             yield
 
-    def attach(self, loss: Tensor) -> Optional[Tensor]:
+    def attach(self, loss: Tensor) -> Tensor | None:
         """Return what to call ``backward`` on; no device sync.
 
         Args:
@@ -262,13 +260,13 @@ class GuardedStep:
             return Verdict()
         return self._failed(window)
 
-    def _accept(self, window: List[MicroStep]) -> None:
+    def _accept(self, window: list[MicroStep]) -> None:
         self._transaction.commit()
         self.buffers.accept()
         self._inquiry.good = next((micro.forward for micro in window
                                    if micro.forward is not None), None)
 
-    def _failed(self, window: List[MicroStep]) -> Verdict:
+    def _failed(self, window: list[MicroStep]) -> Verdict:
         """Take back, look for the cause, make it again or skip, record."""
         before = self.scale.scale
         epoch, iteration = self._clock()
@@ -300,15 +298,15 @@ class GuardedStep:
                           self.stop.steps))
         return Verdict(incident, stop, note, rescued is not None, logged)
 
-    def _can_step(self, window: List[MicroStep]) -> bool:
+    def _can_step(self, window: list[MicroStep]) -> bool:
         """Whether the window can be made again; all ranks agree."""
         here = self._host.retries is not None and not self.sharded and all(
             micro.forward is not None and micro.forward.whole_step
             and micro.forward.batch.can_be_had for micro in window)
         return not self._agree(not here) if self._agree else here
 
-    def _remedy(self, cause: Optional[Cause], found: Findings,
-                can_step: bool) -> Optional[Remedy]:
+    def _remedy(self, cause: Cause | None, found: Findings,
+                can_step: bool) -> Remedy | None:
         """What the step is made again with, or None to skip it."""
         remedy = choose(cause, found, self.history.sane) if can_step else None
         if self._agree is not None:
@@ -319,8 +317,8 @@ class GuardedStep:
         cannot = self._agree(not room) if self._agree else not room
         return None if cannot else remedy
 
-    def _agreed(self, own: Optional[Remedy], found: Findings
-                ) -> Optional[Remedy]:
+    def _agreed(self, own: Remedy | None, found: Findings
+                ) -> Remedy | None:
         """The remedy of all ranks, or None.
 
         Those where it began must know one, of the same parts in fp32; the
@@ -342,8 +340,8 @@ class GuardedStep:
             scale *= self.scale.settings.backoff_factor
         return Remedy(action, scale if scale < before else None, tuple(fp32))
 
-    def _rescue(self, window: List[MicroStep], remedy: Optional[Remedy]
-                ) -> Tuple[Optional[Remedy], Any]:
+    def _rescue(self, window: list[MicroStep], remedy: Remedy | None
+                ) -> tuple[Remedy | None, Any]:
         """Make the step again.
 
         Returns:
@@ -369,8 +367,8 @@ class GuardedStep:
                 parameter.grad = None
         return None, None
 
-    def _rescale(self, evidence: Evidence, cause: Optional[Cause],
-                 found: Findings, rescued: Optional[Remedy]) -> float:
+    def _rescale(self, evidence: Evidence, cause: Cause | None,
+                 found: Findings, rescued: Remedy | None) -> float:
         """The loss scale of the next step."""
         if rescued is not None and rescued.scale is not None:
             return self.scale.fit(rescued.scale)
@@ -383,7 +381,7 @@ class GuardedStep:
             losses_finite=not evidence.flagged
             and not self._is_its_own(cause), grads_finite=False)
 
-    def _is_its_own(self, cause: Optional[Cause]) -> bool:
+    def _is_its_own(self, cause: Cause | None) -> bool:
         """Whether a single batch is at fault, and not the loss scale.
 
         At a lower one it would be applied the next time. Ranks do not know
@@ -416,7 +414,7 @@ def _attempts(remedy: Remedy, length: int,
         yield dataclasses.replace(remedy, scale=lower)
 
 
-def _sum(scalars: Sequence[Tensor]) -> Optional[Tensor]:
+def _sum(scalars: Sequence[Tensor]) -> Tensor | None:
     """Sum of scalars, or None for none."""
     total = None
     for scalar in scalars:

@@ -1,5 +1,7 @@
 """Which parts of a model stay in fp32, as plain logic."""
-from typing import Any, Container, Dict, List, Mapping, Sequence
+from __future__ import annotations
+
+from typing import Any, Container, Mapping, Sequence
 
 __all__ = ['StickyParts']
 
@@ -19,17 +21,17 @@ class StickyParts:
 
     def __init__(self, given: Sequence[str] = (), times: int = 3,
                  within: int = 1000) -> None:
-        self.given: List[str] = list(given)
-        self.earned: List[str] = []
+        self.given: list[str] = list(given)
+        self.earned: list[str] = []
         self._times, self._within = times, within
-        self._saved: Dict[str, List[int]] = {}
+        self._saved: dict[str, list[int]] = {}
 
     @property
-    def names(self) -> List[str]:
+    def names(self) -> list[str]:
         """All parts that stay in fp32."""
         return self.given + self.earned
 
-    def forget(self, known: Container[str]) -> List[str]:
+    def forget(self, known: Container[str]) -> list[str]:
         """Drop parts of a checkpoint that a model does not have.
 
         Args:
@@ -56,7 +58,7 @@ class StickyParts:
         self.earned.append(name)
         return True
 
-    def state_dict(self) -> Dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Plain numbers, the names in the keys.
 
         ``nanfix_fp32/<part>`` is 1 for what was earned, and
@@ -70,7 +72,7 @@ class StickyParts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what stays in fp32, beside what the config says."""
-        saved: Dict[str, Dict[int, int]] = {}
+        saved: dict[str, dict[int, int]] = {}
         self.earned = []
         for key, value in state.items():
             kind, _, name = str(key).partition('/')

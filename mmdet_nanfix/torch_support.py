@@ -2,8 +2,10 @@
 
 Versions in which a name was seen to be there or missing stand beside it.
 """
+from __future__ import annotations
+
 import importlib
-from typing import Any, Callable, List, Sequence, TypeVar
+from typing import Any, Callable, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ HAS_SEQUENCE_NR = hasattr(torch._C._autograd, '_get_sequence_nr')
 HAS_CPU_SCALER = hasattr(torch.amp, 'GradScaler')
 
 
-def tree_leaves(tree: Any) -> List[Any]:
+def tree_leaves(tree: Any) -> list[Any]:
     """Flatten lists, tuples and dicts (torch has it from 2.2 on)."""
     return tree_flatten(tree)[0]
 

@@ -7,17 +7,15 @@ Not covered: parameters, which only the optimizer moves, state outside of the
 model, as in module globals or class attributes, ``__slots__``, and sparse
 tensors that are written to in place.
 """
+from __future__ import annotations
+
 import random
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterable,
     Iterator,
-    List,
-    Optional,
     Sequence,
-    Tuple,
 )
 
 import numpy as np
@@ -58,7 +56,7 @@ class Rng:
             torch.cuda.set_rng_state(state, device)
 
 
-def cuda_devices(model: nn.Module) -> List[int]:
+def cuda_devices(model: nn.Module) -> list[int]:
     """Indices of the CUDA devices that hold a model."""
     return sorted({parameter.device.index or 0
                    for parameter in model.parameters()
@@ -90,12 +88,12 @@ class Store:
     """Copies of tensors, in memory that is used again each time."""
 
     def __init__(self) -> None:
-        self._held: Dict[int, Tuple[Tensor, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copy tensors; one fused call for each dtype and device."""
-        held: Dict[int, Tuple[Tensor, Tensor]] = {}
-        fused: Dict[Any, Tuple[List[Tensor], List[Tensor]]] = {}
+        held: dict[int, tuple[Tensor, Tensor]] = {}
+        fused: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor in tensors:
             known, copy = self._held.get(id(tensor), (None, None))
             if known is not tensor or copy is None or (
@@ -147,10 +145,10 @@ class Transaction:
         self._others = others
         self._devices = cuda_devices(model)
         self._store = Store()
-        self._before: Optional[Picture] = None
-        self._ends: List[Callable[[], Undo]] = []
-        self._arrays: List[Tuple[np.ndarray, np.ndarray]] = []
-        self._settled: List[Changes] = []
+        self._before: Picture | None = None
+        self._ends: list[Callable[[], Undo]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._settled: list[Changes] = []
         self._rng = Rng(self._devices)
         self.open = False
 
@@ -179,7 +177,7 @@ class Transaction:
         self._settled.append(changes)
         self._before = None
 
-    def buffers(self) -> Iterator[Tuple[Tuple[int, str], Tensor]]:
+    def buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
         """The model's buffers as they are now, and where they are kept.
 
         Those of modules that the last forward has made are not among them.
@@ -242,9 +240,9 @@ class Averages:
                  besides: Iterable[Any] = ()) -> None:
         self._roots = list(roots)
         self._besides = list(besides)
-        self._pictures: List[Picture] = []
+        self._pictures: list[Picture] = []
         self._store = Store()
-        self._keepers: List[Any] = []
+        self._keepers: list[Any] = []
         self._looks = 0
 
     def copy(self, tensors: Iterable[Tensor] = (),

@@ -6,11 +6,13 @@ operations compute is made finite. It is put down to annotations when it does
 not come with something fine in the place of those that are bad. Nothing is
 guessed from its text.
 """
+from __future__ import annotations
+
 import copy
 import dataclasses
 import math
 import traceback
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +43,11 @@ class FiniteOnly(TorchDispatchMode):
         super().__init__()
         # Tensors that hold infinities on purpose; held, so that no other
         # tensor gets their memory.
-        self._meant: Dict[int, Tensor] = {}
+        self._meant: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any,
-                           args: Tuple[Any, ...] = (),
-                           kwargs: Optional[Dict[str, Any]] = None) -> Any:
+                           args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         alias = [argument.alias_info for argument in func._schema.arguments]
         if not any(alias):
@@ -112,14 +114,14 @@ class Raised:
     """
 
     error: str
-    op: Optional[str]
+    op: str | None
     site: Site
-    bad: List[BadAnnotation]
+    bad: list[BadAnnotation]
 
 
 def why(error: Exception, model: nn.Module, forward: Forward,
-        args: Tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
-        reset: Callable[[], None]) -> Optional[Raised]:
+        args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
+        reset: Callable[[], None]) -> Raised | None:
     """Find out by trial why a forward raised.
 
     Args:
@@ -145,8 +147,8 @@ def why(error: Exception, model: nn.Module, forward: Forward,
 
 
 def _by_trial(error: Exception, model: nn.Module, forward: Forward,
-              args: Tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
-              reset: Callable[[], None]) -> Optional[Raised]:
+              args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
+              reset: Callable[[], None]) -> Raised | None:
     samples = kwargs.get('data_samples')
     bad = list(bad_annotations(samples, num_classes_of(model)))
     # The forward may have changed its arguments; a trial must not.
@@ -178,7 +180,7 @@ def _by_trial(error: Exception, model: nn.Module, forward: Forward,
     return None
 
 
-def num_classes_of(model: nn.Module) -> Optional[int]:
+def num_classes_of(model: nn.Module) -> int | None:
     """The largest number of classes of any head, or None."""
     return max((module.num_classes for module in model.modules()
                 if isinstance(getattr(module, 'num_classes', None), int)),
@@ -186,7 +188,7 @@ def num_classes_of(model: nn.Module) -> Optional[int]:
 
 
 def _describe(error: Exception, model: nn.Module,
-              bad: List[BadAnnotation]) -> Raised:
+              bad: list[BadAnnotation]) -> Raised:
     called = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         library = is_library(frame.f_code.co_filename)

@@ -1,7 +1,9 @@
 """What a model is given, and what it makes of it, during one forward."""
+from __future__ import annotations
+
 import contextlib
 import math
-from typing import Any, Callable, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -40,8 +42,8 @@ class Watch:
     def __init__(self, transaction: Transaction, copies: bool = False,
                  steps: bool = False, catches: bool = False) -> None:
         self.losses: Mapping[str, Any] = {}
-        self.raised: Optional[Raised] = None
-        self.forward: Optional[Forward] = None
+        self.raised: Raised | None = None
+        self.forward: Forward | None = None
         self._kept = False
         self._transaction = transaction
         self._rng = transaction.rng
@@ -84,7 +86,7 @@ class Watch:
             # Whatever a batch is made of: it is evidence, and no more.
             self.forward = None
 
-    def _keeping(self, module: nn.Module) -> List[Any]:
+    def _keeping(self, module: nn.Module) -> list[Any]:
         """Hooks that remember what the model is given, before it looks."""
 
         @not_compiled

@@ -1,6 +1,8 @@
 """What a training computes in fp32 right now: regions, parts, all of it."""
+from __future__ import annotations
+
 import contextlib
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, Sequence
 
 from torch import nn
 
@@ -30,14 +32,14 @@ class Widening:
         ValueError: A part that the model does not have.
     """
 
-    def __init__(self, model: nn.Module, mode: Optional[str], device: str,
+    def __init__(self, model: nn.Module, mode: str | None, device: str,
                  sticky: StickyParts) -> None:
         self._model = model
         self._mode = mode
         self._device = device
         self._sticky = sticky
-        self._parts: Dict[str, fp32_parts.Part] = {}
-        self.more: Tuple[str, ...] = ()
+        self._parts: dict[str, fp32_parts.Part] = {}
+        self.more: tuple[str, ...] = ()
         known = dict(model.named_modules())
         for name in sticky.given:
             if name not in known:
@@ -51,7 +53,7 @@ class Widening:
     def _install(self) -> None:
         regions.install(self._model, finite_forward, exact_cost)
 
-    def forget(self) -> List[str]:
+    def forget(self) -> list[str]:
         """Drop what stays in fp32 by a checkpoint of another model.
 
         Returns:

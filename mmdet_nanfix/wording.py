@@ -3,9 +3,11 @@
 Both are made from a record as the log holds it, so that what was printed can
 be had again from the file.
 """
+from __future__ import annotations
+
 import os
 import textwrap
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Mapping
 
 __all__ = [
     'done_in_words', 'head_in_words', 'heads_told', 'one_line', 'paragraph',
@@ -45,7 +47,7 @@ def head_in_words(state: Record) -> str:
     return ', '.join(said) or 'fine'
 
 
-def where_in_words(record: Record) -> Optional[str]:
+def where_in_words(record: Record) -> str | None:
     """Where it began, in one clause; None where no replay has shown it."""
     where, origin = record.get('where') or {}, record.get('origin')
     if not origin:
@@ -76,7 +78,7 @@ def where_in_words(record: Record) -> Optional[str]:
     return f'{op} in {place} gave {kind}{at}'
 
 
-def _images(record: Record) -> List[str]:
+def _images(record: Record) -> list[str]:
     said = []
     images = record.get('images') or []
     for image in images[:3]:
@@ -114,7 +116,7 @@ def _what(record: Record) -> str:
     return f'non-finite {what}{module}'
 
 
-def heads_told(record: Record) -> Dict[str, Record]:
+def heads_told(record: Record) -> dict[str, Record]:
     """Those worth a word.
 
     A part without losses of its own only passes on what a head did.
@@ -170,7 +172,7 @@ def one_line(record: Record) -> str:
     return ' '.join(said.split())
 
 
-def _values(title: str, values: List[Record]) -> str:
+def _values(title: str, values: list[Record]) -> str:
     said = []
     for value in values[:3]:
         shape = ' x '.join(map(str, value.get('shape') or ())) or 'scalar'

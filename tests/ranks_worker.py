@@ -3,6 +3,8 @@
 ``python ranks_worker.py RANK STORE OUT`` writes what it saw in each case to
 ``OUT/seen.RANK`` as JSON.
 """
+from __future__ import annotations
+
 import copy
 import datetime
 import json

@@ -1,4 +1,6 @@
 """What torch answers of autocast while a CPU stands for a GPU."""
+from __future__ import annotations
+
 import threading
 
 import pytest

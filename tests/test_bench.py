@@ -1,4 +1,6 @@
 """The comparisons in ``bench/``, as far as a CPU can run them."""
+from __future__ import annotations
+
 import math
 import os
 import subprocess

@@ -1,4 +1,6 @@
 """The scaler of older versions, beside torch's own where there is one."""
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,4 +1,6 @@
 """A sample of the fault suite; ``python bench/faults/run.py`` runs it all."""
+from __future__ import annotations
+
 import glob
 import os
 import sys

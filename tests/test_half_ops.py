@@ -1,4 +1,6 @@
 """Against PyTorch's own answer key for CUDA autocast, and by property."""
+from __future__ import annotations
+
 import collections
 
 import pytest

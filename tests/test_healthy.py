@@ -1,4 +1,6 @@
 """``python bench/healthy.py`` looks at all families, for longer."""
+from __future__ import annotations
+
 import pytest
 from healthy import watch
 

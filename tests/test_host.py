@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from mmdet_nanfix.host import Configured, Host
 
 

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import torch
 from mmengine.logging import MMLogger
 from test_records import incident

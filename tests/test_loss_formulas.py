@@ -3,6 +3,8 @@
 Inputs are those of ``bench/loss_inputs.py``: rounded to half or bfloat16, so
 that the reference sees the same numbers.
 """
+from __future__ import annotations
+
 import inspect
 from unittest import mock
 

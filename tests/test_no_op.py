@@ -3,6 +3,8 @@
 The reference is the same run in which the training step of iteration k does
 nothing and no average is updated.
 """
+from __future__ import annotations
+
 import copy
 import math
 

@@ -1,4 +1,6 @@
 """Against PyTorch's own table of operations: their dtypes on either device."""
+from __future__ import annotations
+
 import itertools
 import warnings
 

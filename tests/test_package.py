@@ -1,4 +1,6 @@
 """What no module owns: layers, exported names, the wheel."""
+from __future__ import annotations
+
 import ast
 import importlib
 import os

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from test_transaction import Unknown
 from torch import nn
 

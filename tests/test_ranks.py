@@ -1,4 +1,6 @@
 """Two gloo processes; each test has a time limit."""
+from __future__ import annotations
+
 import json
 import os
 import subprocess

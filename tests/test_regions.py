@@ -1,4 +1,6 @@
 """Regions of full precision: mechanism on toys, effect on real detectors."""
+from __future__ import annotations
+
 import copy
 import pickle
 

@@ -1,4 +1,6 @@
 """Failed steps that are made again: real detectors, and what must not be."""
+from __future__ import annotations
+
 import copy
 import hashlib
 import math

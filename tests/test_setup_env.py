@@ -1,4 +1,6 @@
 """The set-up script, as far as it goes without a network."""
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

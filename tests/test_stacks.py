@@ -2,6 +2,8 @@
 
 ``python tests/test_stacks.py`` writes the files in ``records/`` anew.
 """
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -1,4 +1,6 @@
 """Real detectors through a real Runner and mmdet's own tools/train.py."""
+from __future__ import annotations
+
 import copy
 import json
 import math

@@ -1,4 +1,6 @@
 """``python tools/nan_report.py WORK_DIR``: see ``mmdet_nanfix.report``."""
+from __future__ import annotations
+
 import os
 import sys
 

@@ -7,6 +7,8 @@ version and kept in ``$MMDET_NANFIX_CACHE``, by default
 ``~/.cache/mmdet_nanfix``. An interrupted set-up goes on where it stopped.
 Written for any Python 3.8 or newer, standard library only.
 """
+from __future__ import annotations
+
 import argparse
 import contextlib
 import fcntl
@@ -22,13 +24,9 @@ import threading
 import time
 from typing import (
     Callable,
-    Dict,
     Iterator,
-    List,
     NamedTuple,
     NoReturn,
-    Optional,
-    Tuple,
 )
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -54,7 +52,7 @@ class Stack(NamedTuple):
     """
 
     folder: str
-    pythons: Tuple[Tuple[int, int], ...]
+    pythons: tuple[tuple[int, int], ...]
     torch: str
     numpy: str
     disk: float
@@ -156,9 +154,9 @@ def heartbeat(line: Callable[[], str], every: float = 20.) -> Iterator[None]:
         thread.join()
 
 
-def run(what: str, command: List[str],
-        env: Optional[Dict[str, str]] = None,
-        line: Optional[Callable[[], str]] = None) -> None:
+def run(what: str, command: list[str],
+        env: dict[str, str] | None = None,
+        line: Callable[[], str] | None = None) -> None:
     """Run a command with its output in the log."""
     os.makedirs(os.path.dirname(LOG), exist_ok=True)
     with open(LOG, 'ab') as log:
@@ -213,8 +211,8 @@ class Environment:
         self._stamp = os.path.join(self.folder, 'nanfix-ready')
 
     def pip(self, what: str, *arguments: str,
-            env: Optional[Dict[str, str]] = None,
-            line: Optional[Callable[[], str]] = None) -> None:
+            env: dict[str, str] | None = None,
+            line: Callable[[], str] | None = None) -> None:
         """Run pip in the environment."""
         say(what)
         if arguments[0] == 'install':

@@ -3,7 +3,9 @@
 Each kind changes data, weights, state or config, and nothing in the place
 where the first non-finite number is then to be found.
 """
-from typing import Any, Callable, Dict, List, Optional
+from __future__ import annotations
+
+from typing import Any, Callable, Dict
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ BEFORE_BUILD = ('config', 'settings')
 BEFORE_UPDATE = ('optim', 'moments')
 
 
-def config_of(case: Dict[str, Any]) -> Dict[str, Any]:
+def config_of(case: dict[str, Any]) -> dict[str, Any]:
     """What a case changes in the config, by dotted key below ``model``.
 
     What it only sets the stage with, and the fault where it is of the config.
@@ -46,7 +48,7 @@ def _pixels(fault: Fault, model: nn.Module, wrapper: Any,
 
     With ``branch`` those of one branch of a semi-supervised batch.
     """
-    images: List[Optional[Tensor]] = batch['inputs']
+    images: list[Tensor | None] = batch['inputs']
     if 'branch' in fault:
         images = batch['inputs'][fault['branch']]
     # A branch has None where a sample is of another one.
@@ -123,7 +125,7 @@ def _scale(fault: Fault, model: nn.Module, wrapper: Any,
     wrapper.loss_scaler.update(scale)
 
 
-_KINDS: Dict[str, Callable[[Fault, nn.Module, Any, Batch], None]] = {
+_KINDS: dict[str, Callable[[Fault, nn.Module, Any, Batch], None]] = {
     'pixels': _pixels,
     'box': _box,
     'label': _label,
@@ -138,7 +140,7 @@ _KINDS: Dict[str, Callable[[Fault, nn.Module, Any, Batch], None]] = {
 
 
 def inject(fault: Fault, model: nn.Module, wrapper: Any,
-           batch: Optional[Batch] = None) -> None:
+           batch: Batch | None = None) -> None:
     """Let a fault in, once; a kind of :data:`BEFORE_BUILD` is in already.
 
     Args:

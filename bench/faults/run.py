@@ -14,6 +14,8 @@ were, bit for bit; any other leaves nothing non-finite. Survived: two more
 steps, on good data, raise nothing and spoil nothing, and are accepted where
 the fault was in one batch.
 """
+from __future__ import annotations
+
 import argparse
 import copy
 import dataclasses
@@ -24,7 +26,7 @@ import os
 import sys
 import tempfile
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Sequence
 
 import torch
 from mmengine.config import Config
@@ -69,10 +71,10 @@ class Result:
             None where there is none.
     """
 
-    incidents: List[Incident]
+    incidents: list[Incident]
     intact: bool = True
     survived: bool = True
-    cured: Optional[bool] = None
+    cured: bool | None = None
 
 
 def load(path: str) -> Case:
@@ -80,7 +82,7 @@ def load(path: str) -> Case:
     return {**_DEFAULTS, **Config.fromfile(path).to_dict()}
 
 
-def _config(case: Case, patch: Optional[str]) -> Config:
+def _config(case: Case, patch: str | None) -> Config:
     """Of model and optimizer wrapper, with something pasted into it."""
     settings = dict(case['nanfix'])
     if case['fault']['kind'] == 'settings':
@@ -104,8 +106,8 @@ def _config(case: Case, patch: Optional[str]) -> Config:
         return Config.fromfile(path)
 
 
-def setup(case: Case, patch: Optional[str] = None
-          ) -> Tuple[nn.Module, Any, Dict[str, Any]]:
+def setup(case: Case, patch: str | None = None
+          ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Detector, optimizer wrapper and batch of a case, the fault not in."""
     torch.manual_seed(0)
     cfg = _config(case, patch)
@@ -119,7 +121,7 @@ def setup(case: Case, patch: Optional[str] = None
 
 
 def steps(case: Case, model: nn.Module, wrapper: Any,
-          batch: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
+          batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the batch of each forward, the fault let in when it is time.
 
     To the end of the window of the step in which it shows.
@@ -164,7 +166,7 @@ def is_cured(case: Case, patch: str) -> bool:
         return False
 
 
-def _train(case: Case, patch: Optional[str], further: bool) -> Result:
+def _train(case: Case, patch: str | None, further: bool) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         logger = MMLogger.get_instance(
             os.path.basename(folder), log_level='ERROR',
@@ -195,9 +197,9 @@ class _State:
 
     def __init__(self, model: nn.Module, wrapper: Any) -> None:
         self._model, self._wrapper = model, wrapper
-        self._before: Dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
 
-    def _now(self) -> Dict[str, torch.Tensor]:
+    def _now(self) -> dict[str, torch.Tensor]:
         state = dict(self._model.state_dict())
         names = {id(parameter): name for name, parameter
                  in self._model.named_parameters()}
@@ -225,7 +227,7 @@ class _State:
                  or bool(self._before[name].isfinite().all()))
             for name, value in self._now().items())
 
-    def is_intact(self, incident: Optional[Incident]) -> bool:
+    def is_intact(self, incident: Incident | None) -> bool:
         """Whether the step left nothing behind."""
         if incident is None or incident['action'] != 'skipped':
             return incident is not None and not self._spoiled()
@@ -235,7 +237,7 @@ class _State:
             and torch.equal(value.isnan(), self._before[name].isnan())
             for name, value in now.items())
 
-    def survives(self, case: Case, batch: Dict[str, Any]) -> bool:
+    def survives(self, case: Case, batch: dict[str, Any]) -> bool:
         """Train on for two steps without the fault."""
         guard = self._wrapper._guard
         # What comes of it is not looked into.
@@ -250,18 +252,18 @@ class _State:
             guard.stop.consecutive == 0)
 
 
-def first(case: Case, incidents: Sequence[Incident]) -> Optional[Incident]:
+def first(case: Case, incidents: Sequence[Incident]) -> Incident | None:
     """The incident of the step in which the fault shows, if the first."""
     if incidents and incidents[0]['iter'] == window_end(case):
         return incidents[0]
     return None
 
 
-def _any_of(value: Any) -> List[Any]:
+def _any_of(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _source_is(expect: Dict[str, Any], source: Optional[str]) -> bool:
+def _source_is(expect: dict[str, Any], source: str | None) -> bool:
     """Whether ``file:line`` is a line with the text that is expected."""
     path, _, number = (source or '').rpartition(':')
     if os.path.basename(path) != expect['file'] or not number.isdigit():
@@ -270,7 +272,7 @@ def _source_is(expect: Dict[str, Any], source: Optional[str]) -> bool:
     return any(part in text for part in _any_of(expect.get('line', '')))
 
 
-def _image_is(expect: Dict[str, Any], images: Any) -> bool:
+def _image_is(expect: dict[str, Any], images: Any) -> bool:
     """Whether the first blamed image, and annotation, is the one."""
     if expect['image'] is None:
         return not images
@@ -282,7 +284,7 @@ def _image_is(expect: Dict[str, Any], images: Any) -> bool:
     return annotation.get('index') == expect['annotation']
 
 
-def score(case: Case, result: Result) -> Dict[str, Optional[bool]]:
+def score(case: Case, result: Result) -> dict[str, bool | None]:
     """Compare what was found with what is expected.
 
     Args:
@@ -298,7 +300,7 @@ def score(case: Case, result: Result) -> Dict[str, Optional[bool]]:
     incident = first(case, result.incidents)
     where = incident['where'] if incident else {}
     cause = (incident['cause'] or {}).get('code') if incident else None
-    said: Dict[str, Optional[bool]] = {
+    said: dict[str, bool | None] = {
         'found': incident is not None,
         'head': where.get('head') in _any_of(expect['head'])
         if 'head' in expect else None,
@@ -322,7 +324,7 @@ def score(case: Case, result: Result) -> Dict[str, Optional[bool]]:
     return said
 
 
-def _got(case: Case, result: Result) -> Dict[str, str]:
+def _got(case: Case, result: Result) -> dict[str, str]:
     """What the log says, for the cells that are not as expected."""
     incident = first(case, result.incidents)
     if incident is None:
@@ -348,7 +350,7 @@ def row(name: str, case: Case, result: Result) -> str:
     return f'| {name} | {" | ".join(cells)} |'
 
 
-def shares(scores: Sequence[Dict[str, Optional[bool]]]) -> List[float]:
+def shares(scores: Sequence[dict[str, bool | None]]) -> list[float]:
     """Percentage of each column, of the cases that say something of it."""
     out = []
     for column in COLUMNS:
@@ -357,7 +359,7 @@ def shares(scores: Sequence[Dict[str, Optional[bool]]]) -> List[float]:
     return out
 
 
-def paths(names: Sequence[str]) -> Dict[str, str]:
+def paths(names: Sequence[str]) -> dict[str, str]:
     """Files by case; all of them for no names."""
     known = {os.path.basename(path)[:-len('.py')]: path
              for path in sorted(glob.glob(os.path.join(CASES, '*.py')))}
@@ -368,7 +370,7 @@ def paths(names: Sequence[str]) -> Dict[str, str]:
     return {name: known[name] for name in names or known}
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run cases and print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('names', nargs='*', metavar='CASE',
