@@ -23,8 +23,8 @@ from mmdet.registry import OPTIM_WRAPPERS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmdet_nanfix import emulation
-from mmdet_nanfix.cpu_scaler import CpuGradScaler
-from mmdet_nanfix.torch_support import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.grad_scaler import CpuGradScaler
 
 __all__ = ['stock_on_cpu']
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from .cpu_scaler import CpuGradScaler
 from .policy import LossScaleSettings
 from .regions import MODES
-from .torch_support import HAS_CPU_SCALER
 
 __all__ = [
-    'Settings', 'checked_dtype', 'device_of', 'scaler_for', 'split_settings'
+    'Settings', 'checked_dtype', 'device_of', 'split_settings'
 ]
 
 _OTHERS = ('max_consecutive', 'max_incidents', 'fp32', 'fp32_modules')
@@ -119,25 +117,3 @@ def device_of(optimizer: Any) -> str:
     groups = getattr(optimizer, 'param_groups', [])
     return next((parameter.device.type for group in groups
                  for parameter in group['params']), 'cpu')
-
-
-def scaler_for(device: str, use_fsdp: bool, scale: float) -> Any:
-    """Torch's scaler: it scales, unscales and finds; we decide.
-
-    Raises:
-        RuntimeError: Shards on a CPU with an old torch.
-    """
-    if use_fsdp:
-        from torch.distributed.fsdp.sharded_grad_scaler import (
-            ShardedGradScaler,
-        )
-        if device == 'cuda':
-            return ShardedGradScaler(init_scale=scale)
-        if not HAS_CPU_SCALER:
-            raise RuntimeError('FSDP with a loss scale on a CPU needs torch '
-                               f'2.3, but this is torch {torch.__version__}')
-        return ShardedGradScaler(device, init_scale=scale)
-    if HAS_CPU_SCALER:
-        return torch.amp.GradScaler(device, init_scale=scale)
-    kind = CpuGradScaler if device == 'cpu' else torch.cuda.amp.GradScaler
-    return kind(init_scale=scale)

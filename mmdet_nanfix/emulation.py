@@ -31,12 +31,7 @@ import torch
 
 from .autocast_switch import STATE, patches
 from .half_ops import CastCache, half_kernels, stock_only
-from .torch_support import (
-    AUTOCAST_BY_DEVICE,
-    HALVES,
-    HAS_HALF_ON_CPU,
-    destroy,
-)
+from .torch_support import AUTOCAST_BY_DEVICE, HALVES, HAS_HALF_ON_CPU, destroy
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 

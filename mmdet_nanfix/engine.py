@@ -11,11 +11,11 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
 from . import emulation
-from .arguments import checked_dtype, device_of, scaler_for, split_settings
+from .arguments import checked_dtype, device_of, split_settings
 from .finite import bad_tensors
 from .guarded import Guarded
 from .policy import LossScale, LossScaleSettings
-from .torch_support import HALVES
+from .torch_support import HALVES, scaler_for
 
 __all__ = [
     'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper', 'StockAmpOptimWrapper'

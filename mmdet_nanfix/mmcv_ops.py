@@ -44,11 +44,7 @@ from mmcv.utils import ext_loader
 from torch import Tensor
 
 from .emulation import is_emulating
-from .half_sampling import (
-    deformable_attention,
-    roi_align,
-    roi_align_backward,
-)
+from .half_sampling import deformable_attention, roi_align, roi_align_backward
 from .torch_support import AUTOCAST_BY_DEVICE
 
 __all__ = ['emulate_losses', 'emulate_ops']

@@ -14,7 +14,10 @@ from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
 from mmdet_nanfix import emulation
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE, HAS_HALF_ON_CPU
+from mmdet_nanfix.torch_support.features import (
+    AUTOCAST_BY_DEVICE,
+    HAS_HALF_ON_CPU,
+)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

@@ -22,7 +22,7 @@ from stock import stock_on_cpu
 
 import mmdet_nanfix
 from mmdet_nanfix.records import read_log
-from mmdet_nanfix.torch_support import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
 
 WORLD = 2
 COLLECTIVES = ('all_reduce', 'all_gather', 'broadcast', 'barrier',

@@ -7,10 +7,10 @@ from mmdet_nanfix.arguments import (
     Settings,
     checked_dtype,
     device_of,
-    scaler_for,
     split_settings,
 )
-from mmdet_nanfix.torch_support import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.grad_scaler import scaler_for
 
 
 @pytest.mark.parametrize('given, dtype', [

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mmdet_nanfix.cpu_scaler import CpuGradScaler
-from mmdet_nanfix.torch_support import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.grad_scaler import CpuGradScaler
 
 SETTINGS = dict(init_scale=64., growth_factor=3., backoff_factor=.25,
                 growth_interval=2)

@@ -18,7 +18,7 @@ from torch import nn
 from mmdet_nanfix import emulation
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.half_ops import CastCache, half_kernels
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
+from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE
 
 HALF = torch.float16
 # A half type that this torch's own autocast takes on a CPU.

@@ -23,7 +23,7 @@ import mmdet_nanfix
 from mmdet_nanfix import emulation
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
 from mmdet_nanfix.records import read_log
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE
+from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE
 
 SGD = dict(type='SGD', lr=.1)
 

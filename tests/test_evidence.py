@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmdet_nanfix.evidence import (
-    first_look,
-    origin_of,
-    refined,
-    where_raised,
-)
+from mmdet_nanfix.evidence import first_look, origin_of, refined, where_raised
 from mmdet_nanfix.heads import Parts
 from mmdet_nanfix.origins import Record
 from mmdet_nanfix.records import HeadState, Where

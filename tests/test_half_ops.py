@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix import half_ops
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE, HAS_HALF_ON_CPU
+from mmdet_nanfix.torch_support.features import (
+    AUTOCAST_BY_DEVICE,
+    HAS_HALF_ON_CPU,
+)
 
 HALF = torch.float16
 CUDA_ONLY = {

@@ -6,11 +6,7 @@ from mmcv.cnn import build_conv_layer
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 from torch import nn
 
-from mmdet_nanfix.model_kinds import (
-    has_compiled_parts,
-    is_sharded,
-    segfaults,
-)
+from mmdet_nanfix.model_kinds import has_compiled_parts, is_sharded, segfaults
 
 
 @pytest.mark.parametrize('layer, wanted', [

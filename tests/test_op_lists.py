@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from mmdet_nanfix import op_lists
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.torch_support import AUTOCAST_BY_DEVICE, tree_leaves
+from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE, tree_leaves
 
 HALF = torch.float16
 # What the emulation does not have, with the reason. Those of torch's table

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, needs_half
 
-from mmdet_nanfix.torch_support import HAS_CPU_SCALER
+from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
 
 LIMIT = 120
 

@@ -4,8 +4,12 @@ import functools
 
 import torch
 
-from mmdet_nanfix import torch_support
-from mmdet_nanfix.torch_support import destroy, not_compiled, tree_leaves
+from mmdet_nanfix.torch_support import features
+from mmdet_nanfix.torch_support.features import (
+    destroy,
+    not_compiled,
+    tree_leaves,
+)
 
 
 def test_leaves():
@@ -60,6 +64,6 @@ def test_a_wrapper_of_a_function_that_is_not_compiled_is_kept():
 
 def test_what_a_version_offers():
     version = tuple(map(int, torch.__version__.split('.')[:2]))
-    assert (version >= (2, 4)) == torch_support.AUTOCAST_BY_DEVICE
-    assert (version >= (2, 3)) == torch_support.HAS_CPU_SCALER
-    assert (version >= (2, 1)) == torch_support.HAS_HALF_ON_CPU
+    assert (version >= (2, 4)) == features.AUTOCAST_BY_DEVICE
+    assert (version >= (2, 3)) == features.HAS_CPU_SCALER
+    assert (version >= (2, 1)) == features.HAS_HALF_ON_CPU

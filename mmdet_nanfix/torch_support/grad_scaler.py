@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['CpuGradScaler']
+from .features import HAS_CPU_SCALER
+
+__all__ = ['CpuGradScaler', 'scaler_for']
 
 # As in torch, where they are members of an enumeration.
 _READY, _UNSCALED, _STEPPED = 'ready', 'unscaled', 'stepped'
@@ -230,3 +232,30 @@ def _grads(optimizer: Any, halves: bool = False) -> list[Tensor]:
     if not halves and any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError('Attempting to unscale FP16 gradients.')
     return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def scaler_for(device: str, use_fsdp: bool, scale: float) -> Any:
+    """Make the gradient scaler of this version of torch.
+
+    Args:
+        device: Type of the device of the parameters, ``cuda`` or ``cpu``.
+        use_fsdp: Whether the parameters are shards of FSDP.
+        scale: First loss scale.
+
+    Raises:
+        RuntimeError: Shards on a CPU with an old torch.
+    """
+    if use_fsdp:
+        from torch.distributed.fsdp.sharded_grad_scaler import (
+            ShardedGradScaler,
+        )
+        if device == 'cuda':
+            return ShardedGradScaler(init_scale=scale)
+        if not HAS_CPU_SCALER:
+            raise RuntimeError('FSDP with a loss scale on a CPU needs torch '
+                               f'2.3, but this is torch {torch.__version__}')
+        return ShardedGradScaler(device, init_scale=scale)
+    if HAS_CPU_SCALER:
+        return torch.amp.GradScaler(device, init_scale=scale)
+    kind = CpuGradScaler if device == 'cpu' else torch.cuda.amp.GradScaler
+    return kind(init_scale=scale)

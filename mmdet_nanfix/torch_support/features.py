@@ -4,7 +4,6 @@ Versions in which a name was seen to be there or missing stand beside it.
 """
 from __future__ import annotations
 
-import importlib
 from typing import Any, Callable, Sequence, TypeVar
 
 import torch
@@ -66,7 +65,8 @@ def not_compiled(function: _Function) -> _Function:
         vars(function).pop(copied, None)
     if hasattr(torch, 'compiler'):
         return torch.compiler.disable(function)
-    return importlib.import_module('torch._dynamo').disable(function)
+    from torch import _dynamo
+    return _dynamo.disable(function)
 
 
 def destroy(library: Any) -> None:

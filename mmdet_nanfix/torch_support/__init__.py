@@ -1,0 +1,32 @@
+"""Give several packages what they need of torch, and not every torch has.
+
+=================  ========================================================
+``features``       what this version of torch can do, and stand-ins for
+                   functions that older versions lack
+``grad_scaler``    the gradient scaler for a device, on any version
+``patching``       replace attributes of torch and of the hosts, list what
+                   is replaced, and put it back
+``walking``        walk through tensors in any nesting of containers and
+                   plain objects
+=================  ========================================================
+"""
+from __future__ import annotations
+
+from .features import (
+    AUTOCAST_BY_DEVICE,
+    HALVES,
+    HAS_EAGER_STANCE,
+    HAS_HALF_ON_CPU,
+    HAS_SEQUENCE_NR,
+    destroy,
+    foreach_copy_,
+    not_compiled,
+    tree_leaves,
+)
+from .grad_scaler import scaler_for
+
+__all__ = [
+    'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE', 'HAS_HALF_ON_CPU',
+    'HAS_SEQUENCE_NR', 'destroy', 'foreach_copy_', 'not_compiled',
+    'scaler_for', 'tree_leaves'
+]
