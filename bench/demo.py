@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from shapes import write_shapes
 
-from mmdet_nanfix.records import read_log
-from mmdet_nanfix.report import find_logs
+from mmdet_nanfix.incidents import read_log
+from mmdet_nanfix.report.table import find_logs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 WORK = os.path.join('work_dirs', 'demo')

@@ -30,8 +30,7 @@ from mmengine.optim import build_optim_wrapper
 from stock import stock_on_cpu
 from torch import nn
 
-from mmdet_nanfix.records import read_log
-from mmdet_nanfix.wording import paragraph
+from mmdet_nanfix.incidents import IncidentText, read_log
 
 __all__ = ['build', 'guarded', 'stock']
 
@@ -156,7 +155,7 @@ def main() -> None:
     print(f'guarded, from {_SCALE:g}: {made} of 3 steps made, loss scale '
           f'{scale:g} at the end')
     for incident in incidents:
-        print(f'\n{paragraph(incident)}')
+        print(f'\n{IncidentText(incident).paragraph()}')
 
 
 if __name__ == '__main__':

@@ -73,7 +73,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from .records import NonFiniteError
+from .incidents import NonFiniteError
 
 __all__ = ['NonFiniteError', '__version__']
 

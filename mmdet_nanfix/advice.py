@@ -11,8 +11,7 @@ import math
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from .causes import Reading
-from .records import Where
-from .wording import short_source
+from .incidents import Where, short_source
 
 __all__ = ['Known', 'advise', 'as_config']
 

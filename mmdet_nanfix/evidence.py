@@ -14,8 +14,8 @@ from typing import (
 
 from .finite import kind_of
 from .heads import UNKNOWN, Parts
+from .incidents import HeadState, Where
 from .origins import Record
-from .records import HeadState, Where
 from .search import Findings
 from .sites import Site
 from .trial import Raised

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from . import raisers
 from .arguments import device_of, split_settings
 from .host import Configured, Host
+from .incidents import NonFiniteError
 from .journal import Journal, say, warn
 from .model_kinds import has_compiled_parts, is_sharded, segfaults
 from .picture import Picture, Undo
 from .policy import LossScale, StopRule
-from .records import NonFiniteError
 from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .finite import bad_tensors, leaves_of
 from .head_methods import loss_modules
-from .records import HeadState
+from .incidents import HeadState
 
 __all__ = ['Parts', 'loss_terms']
 

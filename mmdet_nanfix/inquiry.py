@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .advice import Known, advise
 from .buffers import WatchedBuffers
-from .causes import TITLES, Facts, Reading, Replay, verdict
+from .causes import Facts, Reading, Replay, verdict
 from .config_places import config_place, is_loss, weight_of
 from .evidence import first_look, origin_of, refined, where_raised
 from .experiments import Ground
@@ -27,10 +27,10 @@ from .finite import Anchor, bad_tensors
 from .heads import Parts
 from .history import History
 from .host import Host
+from .incidents import Cause, HeadState, Incident, LossScaleChange, Where
 from .locate import Locator
 from .origins import Record
 from .policy import LossScale
-from .records import Cause, HeadState, Incident, LossScaleChange, Where
 from .replay import Forward, said
 from .search import Findings
 from .transaction import Transaction, cuda_devices, has_room
@@ -314,7 +314,7 @@ class Inquiry:
             # An optimizer or a loss of an unknown kind is worth no training.
             code, lines, patch = 'NF113', [], None
             advice = f'The verdict raised {said(error)}.'
-        return Cause(code, TITLES[code], lines, advice, patch)
+        return Cause(code, lines, advice, patch)
 
     def _facts(self, where: Where, evidence: Evidence,
                found: Findings) -> Facts:

@@ -12,10 +12,8 @@ from mmengine.visualization import Visualizer
 from torch import nn
 
 from .finite import bad_tensors
+from .incidents import Incident, IncidentLog, IncidentText, Summary
 from .policy import StopRule
-from .records import Incident, IncidentLog, log_name
-from .report import Summary
-from .wording import one_line
 
 __all__ = ['Journal', 'say', 'warn']
 
@@ -57,9 +55,8 @@ class Journal:
     def open(self) -> None:
         """Begin the log file in the folder of the current logger."""
         folder = _log_folder()
-        self.log = IncidentLog(os.path.join(
-            folder, 'nanfix', log_name(dist.get_rank())) if folder else None,
-            warn)
+        self.log = IncidentLog(os.path.join(folder, 'nanfix') if folder
+                               else None, dist.get_rank(), warn)
 
     @property
     def path(self) -> str | None:
@@ -72,7 +69,7 @@ class Journal:
         self.summary.add(incident)
         if self.log is not None:
             self.log.write(incident)
-        warn(one_line(incident.to_dict()))
+        warn(IncidentText(incident.to_dict()).line)
         self.draw('incidents', self._stop.total + self._stop.saved,
                   incident.iter)
         self.draw('skipped', self._stop.total, incident.iter)

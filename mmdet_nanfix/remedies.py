@@ -11,8 +11,8 @@ from typing import Any, Callable, Optional, Sequence
 from torch import Tensor
 
 from .host import Host
+from .incidents import Cause
 from .inquiry import MicroStep
-from .records import Cause
 from .search import Findings
 from .transaction import Transaction
 

@@ -21,10 +21,10 @@ from .buffers import WatchedBuffers
 from .finite import Anchor, bad_tensors
 from .heads import loss_terms
 from .host import Host
+from .incidents import Cause, Counts, Incident
 from .inquiry import ELSEWHERE, Evidence, Inquiry, MicroStep
 from .picture import Undo
 from .policy import LossScale, LossScaleSettings, StopRule
-from .records import Cause, Counts, Incident
 from .remedies import Remedy, choose, retry
 from .search import Findings
 from .sites import Site

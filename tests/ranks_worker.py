@@ -21,7 +21,7 @@ from mmengine.optim import build_optim_wrapper
 from stock import stock_on_cpu
 
 import mmdet_nanfix
-from mmdet_nanfix.records import read_log
+from mmdet_nanfix.incidents import read_log
 from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
 
 WORLD = 2

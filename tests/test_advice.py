@@ -6,8 +6,9 @@ import pytest
 from mmengine.config import Config
 
 from mmdet_nanfix.advice import Known, advise, as_config
-from mmdet_nanfix.causes import TITLES, Reading
-from mmdet_nanfix.records import Where
+from mmdet_nanfix.causes import Reading
+from mmdet_nanfix.incidents.codes import TITLES
+from mmdet_nanfix.incidents.records import Where
 from mmdet_nanfix.search import Findings
 
 WHERE = Where(phase='forward', head='rpn_head', module='rpn_head.rpn_conv',

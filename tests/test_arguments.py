@@ -9,8 +9,6 @@ from mmdet_nanfix.arguments import (
     device_of,
     split_settings,
 )
-from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
-from mmdet_nanfix.torch_support.grad_scaler import scaler_for
 
 
 @pytest.mark.parametrize('given, dtype', [
@@ -49,13 +47,3 @@ def test_the_device_is_that_of_the_parameters():
     weight = torch.nn.Parameter(torch.ones(1, device='meta'))
     assert device_of(torch.optim.SGD([weight], .1)) == 'meta'
     assert device_of(None) == 'cpu'
-
-
-def test_scalers():
-    assert scaler_for('cpu', False, 8.).get_scale() == 8
-    if HAS_CPU_SCALER:
-        sharded = scaler_for('cpu', True, 8.)
-        assert type(sharded).__name__ == 'ShardedGradScaler'
-    else:
-        with pytest.raises(RuntimeError, match='needs torch 2.3'):
-            scaler_for('cpu', True, 8.)

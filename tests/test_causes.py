@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from mmdet_nanfix.causes import TITLES, Facts, Reading, Replay, verdict
+from mmdet_nanfix.causes import Facts, Reading, Replay, verdict
+from mmdet_nanfix.incidents.codes import TITLES
 
 GONE, STAYS = Replay(True, 'it does not come'), Replay(False, 'it comes')
 BAD, FINE = Reading(True, 'it is bad'), Reading(False, 'it is fine')

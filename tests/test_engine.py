@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 import mmdet_nanfix
 from mmdet_nanfix import emulation
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper
-from mmdet_nanfix.records import read_log
+from mmdet_nanfix.incidents import IncidentLog, read_log
 from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE
 
 SGD = dict(type='SGD', lr=.1)
@@ -159,8 +159,8 @@ def test_what_stock_accepts_is_accepted(toy, kwargs):
 def test_stopping_saves_the_weights_first(toy, tmp_path, said):
     wrapper = wrap(toy, nanfix=dict(max_consecutive=3))
     wrapper._arm(toy)
-    wrapper._journal.log = mmdet_nanfix.records.IncidentLog(
-        str(tmp_path / 'nanfix' / 'incidents.jsonl'), print)
+    wrapper._journal.log = IncidentLog(
+        str(tmp_path / 'nanfix'), 0, print)
     train(toy, wrapper, toy_batch())
     before = weights(toy)
     bad = toy_batch(rpn=math.nan)

@@ -6,8 +6,8 @@ from torch import nn
 
 from mmdet_nanfix.evidence import first_look, origin_of, refined, where_raised
 from mmdet_nanfix.heads import Parts
+from mmdet_nanfix.incidents.records import HeadState, Where
 from mmdet_nanfix.origins import Record
-from mmdet_nanfix.records import HeadState, Where
 from mmdet_nanfix.search import Findings
 from mmdet_nanfix.sites import Site
 from mmdet_nanfix.trial import Raised

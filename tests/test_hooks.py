@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import mmdet_nanfix
 from mmdet_nanfix.engine import NanSafeAmpOptimWrapper, NanSafeOptimWrapper
 from mmdet_nanfix.hooks import NanGuardHook, adopt
-from mmdet_nanfix.records import read_log
+from mmdet_nanfix.incidents import read_log
 
 ADAM = dict(type='AdamW', lr=.01)
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import torch
+from helpers.incidents import incident
 from mmengine.logging import MMLogger
-from test_records import incident
 from torch import nn
 
+from mmdet_nanfix.incidents import read_log
 from mmdet_nanfix.journal import Journal
 from mmdet_nanfix.policy import StopRule
-from mmdet_nanfix.records import read_log
 
 
 def journal_in(tmp_path):

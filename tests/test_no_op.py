@@ -16,7 +16,7 @@ from mmdet.testing import demo_mm_inputs
 from test_hooks import Book, NoStep, differing, make
 from torch.utils.data import Dataset
 
-from mmdet_nanfix.records import read_log
+from mmdet_nanfix.incidents import read_log
 
 BAD_AT = 1
 LENGTH = 3

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix import step as step_module
-from mmdet_nanfix.records import Cause
+from mmdet_nanfix.incidents.records import Cause
 from mmdet_nanfix.remedies import Remedy, choose
 from mmdet_nanfix.search import Findings
 
@@ -28,7 +28,7 @@ HIGH = 2.**30
 
 
 def cause(code):
-    return Cause(code, '', [], '')
+    return Cause(code, [], '')
 
 
 @pytest.mark.parametrize('code, found, wanted', [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import toy_batch
 
+from mmdet_nanfix.incidents import IncidentText
 from mmdet_nanfix.policy import LossScale, LossScaleSettings, StopRule
 from mmdet_nanfix.step import GuardedStep
-from mmdet_nanfix.wording import one_line
 
 
 def guard_of(model, **stop):
@@ -171,7 +171,7 @@ def test_a_poisoned_buffer_is_seen_and_taken_back():
     assert torch.equal(guard.model.mean, before)
     # The scale is not to blame.
     assert incident.loss_scale.after == 256
-    assert 'buffers mean' in one_line(incident.to_dict())
+    assert 'buffers mean' in IncidentText(incident.to_dict()).line
     assert go(guard, x=x).incident is None
 
 
@@ -261,7 +261,7 @@ def test_an_exception_of_non_finite_numbers_is_an_incident():
     # It was raised in the forward, and began in what the model was given.
     assert incident.where.phase == 'input'
     assert incident.origin['reached'] == 'an exception'
-    assert 'raised ValueError' in one_line(incident.to_dict())
+    assert 'raised ValueError' in IncidentText(incident.to_dict()).line
     assert guard.model.seen == 1 and len(guard.model.drawn) == 1
     drawn = torch.rand(1)
     torch.manual_seed(3)

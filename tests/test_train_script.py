@@ -19,8 +19,9 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 from stock import stock_on_cpu
 
-from mmdet_nanfix.records import read_log
-from mmdet_nanfix.report import find_logs, main
+from mmdet_nanfix.incidents import read_log
+from mmdet_nanfix.report import main
+from mmdet_nanfix.report.table import find_logs
 
 BCCD = os.environ.get(
     'NANFIX_BCCD', os.path.join(ROOT, '..', 'shared', 'data', 'bccd'))

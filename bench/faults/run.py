@@ -40,7 +40,7 @@ sys.path.insert(0, os.path.dirname(HERE))
 import families  # noqa: E402  beside this folder
 from inject import BEFORE_UPDATE, config_of, inject  # noqa: E402
 
-from mmdet_nanfix.records import read_log  # noqa: E402
+from mmdet_nanfix.incidents import read_log  # noqa: E402
 
 __all__ = ['COLUMNS', 'Result', 'is_cured', 'load', 'run', 'score', 'setup']
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
-from mmdet_nanfix.torch_support.grad_scaler import CpuGradScaler
+from mmdet_nanfix.torch_support.grad_scaler import CpuGradScaler, scaler_for
 
 SETTINGS = dict(init_scale=64., growth_factor=3., backoff_factor=.25,
                 growth_interval=2)
@@ -122,3 +122,13 @@ def test_state_and_settings():
                         ('growth_interval', 7)):
         getattr(other, f'set_{name}')(value)
         assert getattr(other, f'get_{name}')() == value
+
+
+def test_scalers():
+    assert scaler_for('cpu', False, 8.).get_scale() == 8
+    if HAS_CPU_SCALER:
+        sharded = scaler_for('cpu', True, 8.)
+        assert type(sharded).__name__ == 'ShardedGradScaler'
+    else:
+        with pytest.raises(RuntimeError, match='needs torch 2.3'):
+            scaler_for('cpu', True, 8.)

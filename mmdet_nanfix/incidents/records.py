@@ -1,8 +1,7 @@
-"""What happened: incidents, and the log that holds them.
+"""Describe a failed optimizer step: the incident and its parts.
 
-One incident is one JSON object on one line of ``incidents.jsonl``. JSON has
-no non-finite numbers, so these are the strings ``"nan"``, ``"inf"`` and
-``"-inf"``.
+JSON has no non-finite numbers, so in a log these are the strings ``"nan"``,
+``"inf"`` and ``"-inf"``.
 """
 from __future__ import annotations
 
@@ -11,14 +10,32 @@ import datetime
 import json
 import math
 import os
-from typing import Any, Callable, Iterator
+import re
+from typing import Any
+
+from .codes import TITLES
 
 __all__ = [
-    'Cause', 'Counts', 'HeadState', 'Incident', 'IncidentLog',
-    'LossScaleChange', 'NonFiniteError', 'Where', 'log_name', 'read_log'
+    'Cause', 'Counts', 'HeadState', 'Incident', 'LossScaleChange',
+    'NonFiniteError', 'SCHEMA', 'Where', 'short_source'
 ]
 
+#: Version of the log's keys.
 SCHEMA = 1
+
+
+def short_source(source: str) -> str:
+    """``file:line`` without the path to the installed packages."""
+    # Debian, NGC and Colab install to dist-packages.
+    *_, below = re.split('(?:site|dist)-packages/', source.replace('\\', '/'))
+    if below != source.replace('\\', '/'):
+        return below
+    try:
+        here = os.path.relpath(source) if os.path.isabs(source) else source
+    except (OSError, ValueError):
+        # No working directory any more, or another drive.
+        return source
+    return source if here.startswith('..') else here
 
 
 @dataclasses.dataclass
@@ -81,19 +98,22 @@ class Cause:
     """Verdict on an incident.
 
     Attributes:
-        code: NF101 to NF113, see :data:`~mmdet_nanfix.causes.TITLES`.
-        title: The same in words.
+        code: NF101 to NF113, see :data:`.TITLES`.
         evidence: What decided it; each line begins with the name of the
             replay, or of the reading of the run's state, that showed it.
         advice: What helps, and what does not.
         config_patch: Python to paste into the config, or None.
+        title: The code in words.
     """
 
     code: str
-    title: str
     evidence: list[str]
     advice: str
     config_patch: str | None = None
+    title: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.title = TITLES[self.code]
 
 
 @dataclasses.dataclass
@@ -185,102 +205,3 @@ def _spell(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return 'nan' if math.isnan(value) else str(value)
     return value
-
-
-# Keys that came later: a log without them is read all the same.
-_ADDED = {'error', 'ranks', 'origin', 'replay', 'remedy'}
-_KEYS = {field.name for field in dataclasses.fields(Incident)} - _ADDED
-_OBJECTS = ('where', 'heads', 'loss_scale', 'counts')
-
-
-def log_name(rank: int) -> str:
-    """File name of one rank's log."""
-    return 'incidents.jsonl' if rank == 0 else f'incidents_rank{rank}.jsonl'
-
-
-class IncidentLog:
-    """Appends incidents to a file and never stops training.
-
-    Each incident is one ``write`` of one whole line, so that a killed
-    process loses at most the line that it was writing. A log that ends in a
-    torn line is continued on a fresh one.
-
-    Args:
-        path: The file; its folder is made. None keeps no log.
-        warn: Called once, with one sentence, when the file cannot be
-            written.
-
-    Attributes:
-        writable: Whether the last write succeeded.
-    """
-
-    def __init__(self, path: str | None,
-                 warn: Callable[[str], None]) -> None:
-        self.path = path
-        self.writable = False
-        self._warn: Callable[[str], None] | None = warn
-        if path is not None:
-            self._append('')
-
-    def write(self, incident: Incident) -> None:
-        """Append one incident."""
-        if self.path is not None:
-            self._append(incident.to_json() + '\n')
-
-    def _append(self, text: str) -> None:
-        path = str(self.path)
-        try:
-            os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-            with open(path, 'ab+', buffering=0) as file:
-                data = text.encode()
-                if data and _torn(file):
-                    data = b'\n' + data
-                if file.write(data) != len(data):
-                    raise OSError('the file system is full')
-        except OSError as error:
-            self.writable = False
-            if self._warn is not None:
-                self._warn(f'cannot write the incident log {path} ({error}); '
-                           'training goes on, incidents appear on the console '
-                           'only')
-            self._warn = None
-        else:
-            self.writable = True
-
-
-def _torn(file: Any) -> bool:
-    """Whether a file ends inside a line."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return False
-    file.seek(size - 1)
-    return file.read(1) != b'\n'
-
-
-def read_log(path: str) -> Iterator[dict[str, Any]]:
-    """Incidents of a log file as dicts.
-
-    Passes over a torn line, and anything else that is not an incident of
-    this schema.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with open(path, 'rb') as file:
-        for line in file:
-            try:
-                incident = json.loads(line, parse_constant=_refuse)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(incident, dict) and incident.get(
-                    'schema') == SCHEMA and incident.keys() >= _KEYS and all(
-                        isinstance(incident[key], (dict, type(None)))
-                        for key in _OBJECTS):
-                yield incident
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f'{constant} is no strict JSON')

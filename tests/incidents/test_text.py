@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from test_records import incident
+from helpers.incidents import incident
 
-from mmdet_nanfix.wording import one_line, paragraph, short_source
+from mmdet_nanfix.incidents import IncidentText
 
 
 def test_summary_is_one_line_that_names_the_heads():
@@ -25,6 +25,14 @@ ORIGIN = dict(op='linear', source=WHERE['source'], given=None,
                            nan=0, inf=0)],
               outputs=[dict(shape=[512, 4], dtype='float16', amax=65504.,
                             nan=0, inf=3)])
+
+
+def one_line(record):
+    return IncidentText(record).line
+
+
+def paragraph(record):
+    return IncidentText(record).paragraph()
 
 
 def record(**changes):
@@ -85,13 +93,6 @@ def test_why_nothing_was_found_is_said():
                             'memory'))
     assert 'not known: the replay ran out of memory.' in ' '.join(
         text.split())
-
-
-@pytest.mark.parametrize('source, short', [
-    ('/a/site-packages/mmdet/x.py:3', 'mmdet/x.py:3'),
-    ('/nowhere/else/x.py:3', '/nowhere/else/x.py:3'), ('x.py:3', 'x.py:3')])
-def test_sources_are_short(source, short):
-    assert short_source(source) == short
 
 
 def test_a_whole_batch_is_not_listed():

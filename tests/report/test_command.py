@@ -6,14 +6,16 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_records import fail, incident
+from helpers.incidents import fail, incident
 
-from mmdet_nanfix.records import IncidentLog, log_name
-from mmdet_nanfix.report import Summary, find_logs, main
+from mmdet_nanfix.incidents import IncidentLog
+from mmdet_nanfix.incidents.log import log_name
+from mmdet_nanfix.report import main
+from mmdet_nanfix.report.table import find_logs
 
 
 def write(work_dir, run, rank, *incidents):
-    log = IncidentLog(str(work_dir / run / 'nanfix' / log_name(rank)), fail)
+    log = IncidentLog(str(work_dir / run / 'nanfix'), rank, fail)
     for one in incidents:
         log.write(one)
 
@@ -123,13 +125,3 @@ def test_both_forms_are_one_tool_and_load_no_host(tmp_path):
         assert ' torch\n' not in done.stderr
         outs.append(done.stdout)
     assert outs[0] == outs[1] and 'roi_head' in outs[0]
-
-
-def test_summary_counts_by_phase_and_head():
-    summary = Summary()
-    for iteration in (3, 9):
-        summary.add(incident(iteration))
-    text = summary.text()
-    row = next(line for line in text.splitlines() if 'bbox_head' in line)
-    assert [cell.strip() for cell in row.strip('│ ').split('│')] == [
-        'loss', 'roi_head.bbox_head', '2', '3', '9']
