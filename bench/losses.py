@@ -22,9 +22,9 @@ from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from torch import Tensor, nn
 
-from mmdet_nanfix import regions
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.loss_formulas import exact_cost
+from mmdet_nanfix.fp32 import regions
+from mmdet_nanfix.fp32.score_losses import exact_cost
 from mmdet_nanfix.losses import register_losses
 
 __all__ = ['cost_rows', 'loss_rows']

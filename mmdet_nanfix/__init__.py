@@ -128,7 +128,7 @@ def _load_host() -> None:
         hooks.allow_resume()
     # mmcv-lite is mmcv without compiled operations.
     if on and _has('mmcv._ext'):
-        from . import mmcv_ops
+        from .emulation import mmcv_ops
         mmcv_ops.emulate_ops()
         if has_mmdet:
             mmcv_ops.emulate_losses()

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .fp32 import MODES
 from .policy import LossScaleSettings
-from .regions import MODES
 
 __all__ = [
     'Settings', 'checked_dtype', 'device_of', 'split_settings'

@@ -97,7 +97,7 @@ class NanSafeAmpOptimWrapper(Guarded, AmpOptimWrapper):
             number of skipped steps in a row after which training stops
             (default 20; None for never); ``fp32``, what is computed in
             fp32: ``'heads'`` (default), ``'losses'`` or None, see
-            :mod:`~mmdet_nanfix.regions`. Settings of ``NanGuardHook`` win
+            :mod:`~mmdet_nanfix.fp32.regions`. Settings of ``NanGuardHook`` win
             over these.
         **kwargs: Of ``OptimWrapper``: ``optimizer``,
             ``accumulative_counts``, ``clip_grad``.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from . import raisers
 from .arguments import device_of, split_settings
+from .fp32 import PrecisionControl
 from .host import Configured, Host
 from .incidents import NonFiniteError
 from .journal import Journal, say, warn
@@ -32,7 +33,6 @@ from .standin import Retries, StandIn
 from .step import GuardedStep, Verdict
 from .sticky import StickyParts
 from .torch_support import HAS_EAGER_STANCE, not_compiled
-from .widening import Widening
 
 __all__ = ['Guarded']
 
@@ -85,7 +85,7 @@ class Guarded(OptimWrapper):
     _nanfix: dict[str, Any] = {}
     _fp32: str | None = None
     _max_incidents: int | None = None
-    _widening: Widening | None = None
+    _precision_control: PrecisionControl | None = None
 
     def guard_with(self, nanfix: dict[str, Any] | None) -> None:
         """Begin to guard, with settings that win over those it has."""
@@ -132,14 +132,15 @@ class Guarded(OptimWrapper):
         self._look_first = alone and segfaults(model) and (
             device_of(self.optimizer) == 'cpu')
         self._alone = alone
-        widening = self._widening = Widening(
-            model, self._regions(), device_of(self.optimizer), self._sticky)
+        control = self._precision_control = PrecisionControl(
+            model, self._regions(), device_of(self.optimizer),
+            self._sticky.given, lambda: self._sticky.names)
         self._forget_parts()
         half = self._is_half()
         host = Host(
             self._train_again, self._replayed, self._switched,
             [sys.modules[name] for name in ('mmcv._ext', )
-             if name in sys.modules], widening.at, half,
+             if name in sys.modules], control.with_extra, half,
             self._regions(), lambda: self._inner_count,
             Retries(self, self._whole) if half else None, self.configured,
             None if alone else _shared)
@@ -169,7 +170,8 @@ class Guarded(OptimWrapper):
 
     def _forget_parts(self) -> None:
         """Drop what stays in fp32 by a checkpoint of another model."""
-        lost = self._widening.forget() if self._widening else []
+        control = self._precision_control
+        lost = self._sticky.forget(control.known) if control else []
         if lost:
             warn(f'the checkpoint has {", ".join(lost)} in fp32, which this '
                  'model does not have: not any more')
@@ -276,12 +278,12 @@ class Guarded(OptimWrapper):
     @property
     def _more(self) -> tuple[str, ...]:
         """What is in fp32 beside the regions, during a replay."""
-        return self._widening.more if self._widening else ()
+        return self._precision_control.extra if self._precision_control else ()
 
     def _switched(self) -> Any:
         """Regions and parts in fp32."""
-        return self._widening.switched() if self._widening else (
-            contextlib.nullcontext())
+        control = self._precision_control
+        return control.active() if control else contextlib.nullcontext()
 
     @not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

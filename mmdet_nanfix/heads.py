@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .finite import bad_tensors, leaves_of
-from .head_methods import loss_modules
+from .fp32 import loss_modules
 from .incidents import HeadState
 
 __all__ = ['Parts', 'loss_terms']

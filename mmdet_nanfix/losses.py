@@ -6,7 +6,7 @@ whose forward gets fp32 copies of all floating inputs (prediction, target,
 weight, a tensor ``avg_factor``) and runs outside of autocast. They are made
 from the host's own classes, so that a loss that a fork adds has one too.
 Where the host's formula is not finite or wrong in fp32, they take another:
-:mod:`~mmdet_nanfix.loss_formulas`.
+:mod:`.score_losses`.
 
 A head that looks at its loss's config or class (``use_sigmoid``,
 ``isinstance``, a written ``beta``) finds what it looks for. One compares the
@@ -22,9 +22,7 @@ from typing import Any, Iterator
 from mmengine.registry import MODELS
 from torch import nn
 
-from .loss_formulas import finite_forward
-from .precision import in_fp32
-from .regions import MARK
+from .fp32 import MARK, finite_forward, in_fp32
 
 __all__ = ['fp32_class', 'register_losses']
 

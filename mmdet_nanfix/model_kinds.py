@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .head_methods import names_in
+from .fp32 import names_in
 
 __all__ = ['has_compiled_parts', 'is_sharded', 'segfaults']
 

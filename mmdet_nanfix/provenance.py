@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
 )
 
+from .emulation import computing
 from .finite import describe, is_finite
-from .half_ops import computing
 from .origins import Record, Span, bad_rows, module_of, span_of
 from .sites import Site, Sites
 from .torch_support import HAS_SEQUENCE_NR, tree_leaves

@@ -15,7 +15,7 @@ from typing import Any, Iterable, Iterator
 
 from torch import Tensor, nn
 
-from .head_methods import loss_modules
+from .fp32 import loss_modules
 
 __all__ = ['Site', 'Sites', 'is_library']
 

@@ -70,7 +70,7 @@ class Retries:
         """Region of a retry, at another loss scale and precision."""
         wrapper = self._wrapper
         wrapper._rescale(wrapper._scale.scale if scale is None else scale)
-        with wrapper._widening.at(fp32):
+        with wrapper._precision_control.with_extra(fp32):
             yield
 
     def run(self, batch: Any, to_come: int,

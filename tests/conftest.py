@@ -14,6 +14,7 @@ from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
 from mmdet_nanfix import emulation
+from mmdet_nanfix.emulation import autocast
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,
@@ -30,7 +31,7 @@ if not HAS_HALF_ON_CPU:
         """Skip whatever test asks for it."""
         pytest.skip(OLD)
 
-    emulation.require = skip
+    emulation.require = autocast.require = skip
 
 
 def takes_fused():
@@ -63,7 +64,8 @@ def cudas_autocast_dtype():
 @pytest.fixture
 def real_require(monkeypatch):
     """For tests of the refusal itself."""
-    monkeypatch.setattr(emulation, 'require', REQUIRE)
+    for place in (emulation, autocast):
+        monkeypatch.setattr(place, 'require', REQUIRE)
 
 
 class Branch(nn.Module):

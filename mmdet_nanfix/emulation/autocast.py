@@ -2,13 +2,13 @@
 
 ``torch.autocast('cpu', torch.float16)`` keeps other lists of operations than
 CUDA's autocast, and native half convolutions on a CPU are about 30 times
-slower than fp32. Here CUDA's lists (:mod:`~mmdet_nanfix.half_ops`) are
+slower than fp32. Here CUDA's lists (:mod:`.kernels`) are
 registered on the ``AutocastCPU`` dispatch key, the level at which CUDA's own
 autocast works, so that tensor methods, operators and C++ callers are covered
 alike.
 
 While they are registered, CUDA's autocast means the CPU's
-(:mod:`~mmdet_nanfix.autocast_switch`). Everything is taken back when the
+(:mod:`.autocast_switch`). Everything is taken back when the
 last :func:`cuda_autocast` region is left and the last graph is freed that
 has to enter one again (a checkpointed forward, a ``custom_bwd``). The
 registration is the process's: until then a CPU autocast region of another
@@ -29,9 +29,14 @@ from typing import (
 
 import torch
 
+from ..torch_support import (
+    AUTOCAST_BY_DEVICE,
+    HALVES,
+    HAS_HALF_ON_CPU,
+    destroy,
+)
 from .autocast_switch import STATE, patches
-from .half_ops import CastCache, half_kernels, stock_only
-from .torch_support import AUTOCAST_BY_DEVICE, HALVES, HAS_HALF_ON_CPU, destroy
+from .kernels import CastCache, half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 

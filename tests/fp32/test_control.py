@@ -5,10 +5,8 @@ import torch
 from families import batch_for, build
 from torch import nn
 
-from mmdet_nanfix import regions
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.sticky import StickyParts
-from mmdet_nanfix.widening import Widening
+from mmdet_nanfix.fp32 import PrecisionControl, regions
 
 
 class Layer(nn.Module):
@@ -43,10 +41,10 @@ class Model(nn.Module):
         self.second = Head()
 
 
-def dtypes(model, widening, x=None):
+def dtypes(model, control, x=None):
     """Of what each head gives, and a layer of it called from outside."""
     x = torch.ones(2, 2) if x is None else x
-    with cuda_autocast(), widening.switched():
+    with cuda_autocast(), control.active():
         return [str(out.dtype)[6:] for out in (
             model.first.loss(x), model.second.loss(x),
             model.second.layers[1](x))]
@@ -54,26 +52,27 @@ def dtypes(model, widening, x=None):
 
 def test_one_part_and_all_that_is_called_of_it():
     model = Model()
-    widening = Widening(model, None, 'cpu', StickyParts())
+    control = PrecisionControl(model, None, 'cpu')
     half = ['float16'] * 3
-    assert dtypes(model, widening) == half
-    with widening.at(['second']):
-        assert widening.more == ('second', )
-        assert dtypes(model, widening) == ['float16', 'float32', 'float32']
+    assert dtypes(model, control) == half
+    with control.with_extra(['second']):
+        assert control.extra == ('second', )
+        assert dtypes(model, control) == ['float16', 'float32', 'float32']
         # Half inputs come in as fp32 copies.
-        assert dtypes(model, widening, torch.ones(2, 2).half())[1] == (
+        assert dtypes(model, control, torch.ones(2, 2).half())[1] == (
             'float32')
-    assert widening.more == () and dtypes(model, widening) == half
-    with widening.at(['second.layers.1']):
-        assert dtypes(model, widening) == ['float16', 'float16', 'float32']
+    assert control.extra == () and dtypes(model, control) == half
+    with control.with_extra(['second.layers.1']):
+        assert dtypes(model, control) == ['float16', 'float16', 'float32']
 
 
 def test_parts_that_stay_so():
-    model, sticky = Model(), StickyParts(['first'])
-    widening = Widening(model, 'heads', 'cpu', sticky)
-    assert dtypes(model, widening)[0] == 'float32'
-    sticky.earned.append('second')
-    assert dtypes(model, widening) == ['float32'] * 3
+    model, promoted = Model(), ['first']
+    control = PrecisionControl(model, 'heads', 'cpu',
+                               promoted=lambda: promoted)
+    assert dtypes(model, control)[0] == 'float32'
+    promoted.append('second')
+    assert dtypes(model, control) == ['float32'] * 3
     # Outside of a step all is as it was.
     with cuda_autocast():
         assert model.first.loss(torch.ones(2, 2)).dtype == torch.float16
@@ -83,8 +82,8 @@ def test_nothing_is_left_on_the_modules():
     model = Model()
     before = {name: set(vars(module)) for name, module
               in model.named_modules()}
-    widening = Widening(model, None, 'cpu', StickyParts(['first']))
-    dtypes(model, widening)
+    control = PrecisionControl(model, None, 'cpu', promoted=lambda: ['first'])
+    dtypes(model, control)
     assert before == {name: set(vars(module)) for name, module
                       in model.named_modules()}
 
@@ -94,8 +93,8 @@ def test_nothing_is_left_on_the_modules():
     ('losses', ['heads'], 'heads'), ('heads', ['losses'], 'heads'),
     ('losses', ['all'], 'losses'), (None, ['bfloat16'], None)])
 def test_modes_that_are_asked_for(mode, more, wanted):
-    widening = Widening(Model(), mode, 'cpu', StickyParts())
-    with widening.at(more), widening.switched():
+    control = PrecisionControl(Model(), mode, 'cpu')
+    with control.with_extra(more), control.active():
         assert regions.SWITCH.mode == wanted
     assert regions.SWITCH.parts == frozenset()
 
@@ -104,32 +103,28 @@ def test_a_name_that_is_no_module():
     with pytest.raises(ValueError, match='`fp32_modules` to name modules of '
                        "the Model, but it has no 'third'; it has first, "
                        'second and below'):
-        Widening(Model(), None, 'cpu', StickyParts(['third']))
-    # Those that a checkpoint has from another model are forgotten.
-    sticky = StickyParts(['first'])
-    sticky.earned += ['third', 'second', 'losses']
-    assert Widening(Model(), None, 'cpu', sticky).forget() == ['third']
-    assert sticky.names == ['first', 'second', 'losses']
+        PrecisionControl(Model(), None, 'cpu', ['third'])
+    known = PrecisionControl(Model(), None, 'cpu').known
+    assert {'first', 'second', 'losses'} <= known and 'third' not in known
 
 
 @pytest.mark.parametrize('name', ['losses', 'heads', 'all', 'bfloat16'])
 def test_a_setting_names_parts_and_no_precision(name):
     with pytest.raises(ValueError, match='fp32_modules'):
-        Widening(Model(), None, 'cpu', StickyParts([name]))
+        PrecisionControl(Model(), None, 'cpu', [name])
 
 
 def test_wrapping_twice_is_wrapping_once():
     """Regions and parts, in any order."""
     model = build('retinanet')
-    sticky = StickyParts()
-    widening = Widening(model, 'heads', 'cpu', sticky)
+    control = PrecisionControl(model, 'heads', 'cpu')
     kind = type(model.bbox_head)
-    with widening.at(['bbox_head']), widening.switched():
+    with control.with_extra(['bbox_head']), control.active():
         pass
     once = {name: vars(base).get(name) for base in kind.__mro__
             for name in vars(base)}
-    again = Widening(model, 'heads', 'cpu', sticky)
-    with again.at(['bbox_head', 'losses']), again.switched():
+    again = PrecisionControl(model, 'heads', 'cpu')
+    with again.with_extra(['bbox_head', 'losses']), again.active():
         pass
     assert once == {name: vars(base).get(name) for base in kind.__mro__
                     for name in vars(base)}
@@ -137,7 +132,7 @@ def test_wrapping_twice_is_wrapping_once():
 
 def test_a_part_of_a_detector_is_in_fp32_with_its_losses():
     model = build('retinanet')
-    widening = Widening(model, None, 'cpu', StickyParts())
+    control = PrecisionControl(model, None, 'cpu')
     batch = model.data_preprocessor(batch_for(model), True)
     seen = {}
 
@@ -150,7 +145,7 @@ def test_a_part_of_a_detector_is_in_fp32_with_its_losses():
     handles = [module.register_forward_hook(look(name)) for name, module in (
         ('head', model.bbox_head.retina_cls),
         ('neck', model.neck.fpn_convs[0].conv))]
-    with cuda_autocast(), widening.at(['bbox_head']), widening.switched():
+    with cuda_autocast(), control.with_extra(['bbox_head']), control.active():
         model(**batch, mode='loss')
     for handle in handles:
         handle.remove()

@@ -10,8 +10,7 @@ from conftest import needs_half
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mmdet_nanfix import op_lists
-from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation import cuda_autocast, op_lists
 from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE, tree_leaves
 
 HALF = torch.float16

@@ -47,7 +47,9 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
-from .head_methods import (
+from ..torch_support import AUTOCAST_BY_DEVICE, not_compiled
+from .cast import WideSigmoid, widened, without_autocast
+from .introspect import (
     loss_modules,
     names_in,
     own_codes,
@@ -56,8 +58,6 @@ from .head_methods import (
     runs_layers,
     takes_predictions,
 )
-from .precision import WideSigmoid, widened, without_autocast
-from .torch_support import AUTOCAST_BY_DEVICE, not_compiled
 
 __all__ = [
     'MARK', 'MODES', 'SWITCH', 'enter', 'install', 'is_inside', 'switched',

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from conftest import autocast_is_on, cudas_autocast_dtype, needs_half
 from torch.utils.checkpoint import checkpoint
 
-from mmdet_nanfix import emulation
-from mmdet_nanfix.autocast_switch import STATE, autocast_dtype
+from mmdet_nanfix.emulation import autocast as emulation
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation.autocast_switch import STATE, autocast_dtype
 
 pytestmark = needs_half
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

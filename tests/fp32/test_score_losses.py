@@ -19,8 +19,9 @@ from mmdet.registry import MODELS as MMDET
 from mmdet.registry import TASK_UTILS
 from torch import nn
 
-from mmdet_nanfix import loss_formulas, losses, regions
+from mmdet_nanfix import losses
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.fp32 import regions, score_losses
 
 HALVES = [torch.float16, torch.bfloat16]
 DOUBLE, SINGLE = torch.float64, torch.float32
@@ -123,7 +124,7 @@ class Head(nn.Module):
 def test_matching_costs(name, options, inputs, dtype):
     head = Head(dict(type=name, **options))
     (cost, ) = head.assigner.match_costs
-    regions.install(head, mend_cost=loss_formulas.exact_cost)
+    regions.install(head, mend_cost=score_losses.exact_cost)
     for _, _, _, args in every(((name, options, inputs), )):
         half = rounded(args, dtype)
         with in_fp64():
@@ -233,13 +234,13 @@ def test_a_fork_with_other_names_keeps_its_own_formula():
     CIoULoss.forward.__qualname__ = 'CIoULoss.forward'
     CIoULoss.forward.__module__ = 'mmdet.models.losses.fork'
     assert 'ciou_loss' not in CIoULoss.forward.__globals__
-    own = loss_formulas.finite_forward(CIoULoss.forward)
+    own = score_losses.finite_forward(CIoULoss.forward)
     pred = torch.ones(2, 4)
     assert own(CIoULoss(), pred, pred * 3) == 16
 
 
 def test_what_is_not_mdets_is_left():
-    assert loss_formulas.exact_cost(Head.__init__) is None
+    assert score_losses.exact_cost(Head.__init__) is None
 
 
 def test_labels_that_are_no_class_are_background():
@@ -294,4 +295,4 @@ def test_a_loss_of_ones_own_is_not_mended():
         def forward(self, positive, negative):
             return (positive.sum() + negative.sum()) / positive.numel()
 
-    assert loss_formulas.finite_forward(OwnLoss.forward) is OwnLoss.forward
+    assert score_losses.finite_forward(OwnLoss.forward) is OwnLoss.forward

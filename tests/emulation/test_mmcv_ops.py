@@ -17,8 +17,7 @@ from mmcv.ops import (
 from mmcv.utils import ext_loader
 from mmdet.models.losses import FocalLoss
 
-from mmdet_nanfix import mmcv_ops
-from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation import cuda_autocast, mmcv_ops
 
 HALF = torch.float16
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.fp32_parts import install_part, switched
+from mmdet_nanfix.fp32.modules import install_module, switched
 
 
 class Neck(nn.Module):
@@ -59,7 +59,7 @@ class Derived(Base):
 
 
 def in_part(part, function):
-    with cuda_autocast(), switched(None, 'cpu', [install_part(part)]):
+    with cuda_autocast(), switched(None, 'cpu', [install_module(part)]):
         return function()
 
 
@@ -138,7 +138,7 @@ def test_a_checkpointed_part_is_computed_again_in_fp32(reentrant):
     with torch.no_grad():
         part.linear.weight.fill_(1e5)
     x = torch.ones(2, 2, requires_grad=True)
-    parts = [install_part(part)]
+    parts = [install_module(part)]
     with cuda_autocast(), switched(None, 'cpu', parts):
         out = checkpoint(part, x, use_reentrant=reentrant)
     with switched(None, 'cpu', parts):
@@ -167,7 +167,7 @@ def test_layers_of_torch_and_containers_of_them(make):
 
 def test_a_bound_method_of_a_wrapped_class_is_compiled():
     part = Derived()
-    install_part(part)
+    install_module(part)
     x = torch.ones(2, 2)
     out = torch.compile(part.forward, backend='eager')(x)
     assert torch.equal(out, part(x))

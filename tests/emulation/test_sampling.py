@@ -10,8 +10,8 @@ from mmcv.ops import multi_scale_deform_attn as host
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 from mmcv.utils import ext_loader
 
-from mmdet_nanfix import half_sampling
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation import sampling as half_sampling
 
 pytestmark = needs_half
 HALF = torch.float16

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import needs_half
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.precision import (
+from mmdet_nanfix.fp32.cast import (
     WideSigmoid,
     in_fp32,
     widened,

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mmdet_nanfix import regions
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.fp32 import regions
 from mmdet_nanfix.losses import register_losses
 
 HALF, SINGLE = torch.float16, torch.float32

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mmdet_nanfix.head_methods import (
+from mmdet_nanfix.fp32.introspect import (
     loss_modules,
     names_in,
     own_codes,

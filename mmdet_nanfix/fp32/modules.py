@@ -1,4 +1,4 @@
-"""Parts of a model that run in fp32 as a whole: a head, a neck, a stage.
+"""Run whole modules of a model in fp32: a head, a neck, a stage.
 
 Like regions they are wrapped in the classes, for the life of the process, and
 are what they were until :func:`switched` says otherwise.
@@ -17,11 +17,11 @@ from typing import (
 
 from torch import nn
 
+from ..torch_support import not_compiled
 from . import regions
-from .precision import widened
-from .torch_support import not_compiled
+from .cast import widened
 
-__all__ = ['Part', 'install_part', 'switched']
+__all__ = ['Fp32Module', 'install_module', 'switched']
 
 _MARK = f'{regions.MARK}_of_a_part'
 
@@ -29,8 +29,8 @@ Method = Callable[..., Any]
 
 
 @dataclasses.dataclass
-class Part:
-    """A part of a model that can run in fp32 as a whole.
+class Fp32Module:
+    """A module of a model that can run in fp32 as a whole.
 
     Attributes:
         ids: ``id`` of each module whose class is wrapped.
@@ -42,14 +42,14 @@ class Part:
 
 
 @contextlib.contextmanager
-def switched(mode: str | None, device: str, parts: Sequence[Part]
+def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
              ) -> Iterator[None]:
     """Let parts count beside the regions.
 
     Args:
         mode: As for :func:`.regions.switched`.
         device: Likewise.
-        parts: Of :func:`install_part`.
+        parts: Of :func:`install_module`.
     """
     layers = [layer for part in parts for layer in part.layers
               if 'forward' not in vars(layer)]
@@ -121,7 +121,7 @@ def _write_back(given: Any, copy: Any, before: Any) -> None:
             given[key] = own.get(id(value), value)
 
 
-def install_part(part: nn.Module) -> Part:
+def install_module(part: nn.Module) -> Fp32Module:
     """Make ready that a part of a model can run in fp32 as a whole.
 
     Whatever method of it, or of a module below it, is called from outside:
@@ -142,7 +142,7 @@ def install_part(part: nn.Module) -> Part:
             for name in [] if _is_foreign(base) else list(vars(base)):
                 if not name.startswith('__'):
                     regions.wrap(base, name, _of_part, _MARK)
-    return Part(frozenset(map(id, own)), list(_layers(part)))
+    return Fp32Module(frozenset(map(id, own)), list(_layers(part)))
 
 
 def _layers(part: nn.Module) -> Iterator[nn.Module]:

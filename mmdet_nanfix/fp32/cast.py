@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .torch_support import HALVES
+from ..torch_support import HALVES
 
 __all__ = [
     'WideSigmoid', 'in_fp32', 'widened', 'without_autocast'

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mmdet_nanfix import emulation
+from mmdet_nanfix.emulation import autocast as emulation
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.half_ops import CastCache, half_kernels
+from mmdet_nanfix.emulation.kernels import CastCache, half_kernels
 from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE
 
 HALF = torch.float16

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
-from mmdet_nanfix import half_ops
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation import kernels as half_ops
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,

@@ -22,7 +22,7 @@ from torch.cuda.amp import autocast_mode as cuda_autocast_mode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
+from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
 __all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'patches']
 

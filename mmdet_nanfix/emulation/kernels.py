@@ -1,6 +1,6 @@
 """CUDA autocast's lists of operations, as kernels for a CPU.
 
-Each kernel is what the header of the lists (:mod:`~mmdet_nanfix.op_lists`)
+Each kernel is what the header of the lists (:mod:`.op_lists`)
 says of its list, with one difference: an operation that a GPU
 runs on half tensor cores is computed as they do it, inputs rounded to half,
 products summed in fp32, the result rounded to half. Autograd rounds the
@@ -34,9 +34,9 @@ from typing import (
 import torch
 from torch import Tensor
 
+from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 from . import op_lists
 from .autocast_switch import autocast_dtype, autocast_is_on
-from .torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
 __all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
 

@@ -11,7 +11,7 @@ that differ are mended here:
 
 * RoIAlign's half kernel takes 18 times as long on a CPU as its fp32 kernel
   (the half type has no vector arithmetic there), and that one longer than it
-  has to. Average pooling is computed by :mod:`~mmdet_nanfix.half_sampling`
+  has to. Average pooling is computed by :mod:`.sampling`
   in both; max pooling is left to mmcv.
 * sigmoid focal loss has no CPU kernel, and mmdet's ``FocalLoss`` takes a
   Python formula instead, which lacks the CUDA kernel's faults.
@@ -43,9 +43,9 @@ from mmcv.ops import multi_scale_deform_attn
 from mmcv.utils import ext_loader
 from torch import Tensor
 
-from .emulation import is_emulating
-from .half_sampling import deformable_attention, roi_align, roi_align_backward
-from .torch_support import AUTOCAST_BY_DEVICE
+from ..torch_support import AUTOCAST_BY_DEVICE
+from .autocast import is_emulating
+from .sampling import deformable_attention, roi_align, roi_align_backward
 
 __all__ = ['emulate_losses', 'emulate_ops']
 

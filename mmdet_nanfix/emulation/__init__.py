@@ -1,0 +1,21 @@
+"""Compute on a CPU as CUDA does in half precision.
+
+Loaded where half precision trains on a CPU, and never where a GPU does.
+
+===================  ======================================================
+``autocast``         the region :func:`cuda_autocast`, and the registration
+                     that it holds
+``autocast_switch``  torch's autocast, with ``cuda`` meaning the CPU
+``op_lists``         CUDA autocast's lists of operations, by name
+``kernels``          these lists as kernels
+``sampling``         RoIAlign and deformable attention in half
+``mmcv_ops``         mmcv's compiled operations
+===================  ======================================================
+"""
+from __future__ import annotations
+
+from .autocast import cuda_autocast, installed, is_emulating, require
+from .kernels import computing
+
+__all__ = ['computing', 'cuda_autocast', 'installed', 'is_emulating',
+           'require']

@@ -1,0 +1,24 @@
+"""Compute in full precision inside of autocast.
+
+=================  ========================================================
+``control``        the one way in: what runs in fp32 right now
+``regions``        methods of heads, losses and assigners
+``modules``        whole modules: a head, a neck, a stage
+``introspect``     which methods and modules of a model compute losses
+``cast``           half tensors in any nesting, as fp32 copies
+``score_losses``   losses and matching costs of scores, finite in fp32
+``box_losses``     losses of boxes, finite in fp32
+=================  ========================================================
+"""
+from __future__ import annotations
+
+from .cast import in_fp32
+from .control import PrecisionControl
+from .introspect import loss_modules, names_in
+from .regions import MARK, MODES
+from .score_losses import finite_forward
+
+__all__ = [
+    'MARK', 'MODES', 'PrecisionControl', 'finite_forward', 'in_fp32',
+    'loss_modules', 'names_in'
+]
