@@ -20,12 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Iterator,
-)
+from typing import Any, Callable, ContextManager, Iterator
 
 import torch
 

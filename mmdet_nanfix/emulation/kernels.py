@@ -22,14 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import (
-    Any,
-    Callable,
-    Iterable,
-    Iterator,
-    List,
-    Tuple,
-)
+from typing import Any, Callable, Iterable, Iterator, List, Tuple
 
 import torch
 from torch import Tensor

@@ -33,10 +33,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import (
-    Any,
-    Callable,
-)
+from typing import Any, Callable
 
 import torch
 from mmcv.ops import multi_scale_deform_attn

@@ -8,12 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import (
-    Any,
-    Callable,
-    Iterator,
-    Sequence,
-)
+from typing import Any, Callable, Iterator, Sequence
 
 from torch import nn
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import (
-    Any,
-    Iterable,
-    Iterator,
-)
+from typing import Any, Iterable, Iterator
 
 from rich.table import Table
 from rich.text import Text

@@ -1,0 +1,106 @@
+"""Remember a batch as it was before a model touched it."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ['BatchSnapshot']
+
+_ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray)
+_MANY = 20000
+_LONG = 100
+
+
+class BatchSnapshot:
+    """Remembers a batch without copying its pixels; no device sync.
+
+    What a model does to it on the way (padding its masks, adding to its
+    data samples) replaces attributes and elements, which are put back.
+    Tensors that it writes to in place are copied only where ``copies``
+    says so.
+
+    Args:
+        value: The batch.
+        copies: Whether tensors are copied too, but for large ones. Arrays
+            of numpy never are.
+
+    Attributes:
+        whole: Whether all of it was looked at; a batch of very many objects
+            is not.
+    """
+
+    def __init__(self, value: Any, copies: bool = False) -> None:
+        self.value = value
+        self.whole = True
+        self._held: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[Tensor, int, Tensor | None]] = []
+        seen: set[int] = set()
+        waiting = [value]
+        for _ in range(_MANY):
+            if not waiting:
+                return
+            item = waiting.pop()
+            if isinstance(item, _ATOMS) or id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, Tensor):
+                self._tensor(item, copies)
+            elif isinstance(item, dict):
+                self._held.append((item, dict(item)))
+                waiting.extend(item.values())
+            elif isinstance(item, (list, set)):
+                self._held.append((item, item.copy()))
+                # A list of numbers can be long, and is kept already.
+                waiting.extend(item if len(item) < _LONG else (
+                    part for part in item if not isinstance(part, _ATOMS)))
+            elif isinstance(item, tuple):
+                waiting.extend(item)
+            elif hasattr(item, '__dict__') and not callable(item):
+                waiting.append(item.__dict__)
+        self.whole = not waiting
+
+    def _tensor(self, tensor: Tensor, copies: bool) -> None:
+        # What was made in inference mode cannot be written to here, and
+        # does not count who has.
+        if tensor.is_inference():
+            return
+        small = copies and tensor.numel() < 1 << 16 and (
+            torch._debug_has_internal_overlap(tensor) != 1)
+        self._versions.append((tensor, tensor._version,
+                               tensor.detach().clone() if small else None))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of it."""
+        return [tensor for tensor, _, _ in self._versions]
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a tensor of it was changed in place since."""
+        return any(tensor._version != version
+                   for tensor, version, _ in self._versions)
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether it can be put back as it was."""
+        return self.whole and all(
+            tensor._version == version or before is not None
+            for tensor, version, before in self._versions)
+
+    def restore(self) -> Any:
+        """The batch, as it was."""
+        for container, held in self._held:
+            if isinstance(container, list):
+                container[:] = held
+            else:
+                container.clear()
+                container.update(held)
+        for index, (tensor, version, before) in enumerate(self._versions):
+            if before is not None and tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)
+                self._versions[index] = (tensor, tensor._version, before)
+        return self.value

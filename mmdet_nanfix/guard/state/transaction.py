@@ -1,0 +1,118 @@
+"""A training step as a transaction: what a forward changes, and the way back.
+
+A forward moves more than BatchNorm statistics: any buffer, attributes of
+modules and of what they hold, and the random number generators.
+
+Not covered: parameters, which only the optimizer moves, state outside of the
+model, as in module globals or class attributes, ``__slots__``, and sparse
+tensors that are written to in place.
+"""
+from __future__ import annotations
+
+from typing import Callable, Iterator, Sequence
+
+import numpy as np
+from torch import Tensor, nn
+
+from ...torch_support import not_compiled
+from .backup import TensorBackup
+from .rng import Rng, cuda_devices
+from .snapshot import Diff, Snapshot, Undo
+
+__all__ = ['Transaction']
+
+
+class Transaction:
+    """What the forwards of a window change in a model, and the way back.
+
+    Args:
+        model: The bare model; nothing is left on it.
+        others: State elsewhere: each is called when a forward begins,
+            returns what is called when it has ended, which returns what
+            takes back what happened in between.
+    """
+
+    def __init__(self, model: nn.Module,
+                 others: Sequence[Callable[[], Callable[[], Undo]]] = ()
+                 ) -> None:
+        self.model = model
+        self._others = others
+        self._devices = cuda_devices(model)
+        self._backup = TensorBackup()
+        self._before: Snapshot | None = None
+        self._ends: list[Callable[[], Undo]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._settled: list[Diff] = []
+        self._rng = Rng(self._devices)
+        self.open = False
+
+    def begin(self) -> None:
+        """Remember everything, before each forward of a window.
+
+        The first of a window copies the tensors, one fused call for each
+        dtype; no device sync. The generators go back to the last: a window
+        that is taken back must not repeat the draws of the data loading
+        that happened in it.
+        """
+        self._rng = Rng(self._devices)
+        self._before = Snapshot.of([self.model])
+        self._ends = [other() for other in self._others]
+        if not self.open:
+            self._backup.copy(self._before.tensors)
+            self._arrays = self._before.arrays
+            self.open = True
+
+    def settle(self) -> None:
+        """Note what the last forward has changed, before hooks run."""
+        if self._before is None:
+            return
+        diff = self._before.diff()
+        diff.undos = diff.undos + [end() for end in self._ends]
+        self._settled.append(diff)
+        self._before = None
+
+    def buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """The model's buffers as they are now, and where they are kept.
+
+        Those of modules that the last forward has made are not among them.
+        """
+        for named in self._before.buffers if self._before else ():
+            for name, buffer in named.items():
+                if buffer is not None:
+                    yield (id(named), name), buffer
+
+    @property
+    def rng(self) -> Rng:
+        """The generators as they were when the last forward began."""
+        return self._rng
+
+    @not_compiled
+    def rng_now(self) -> Rng:
+        """The generators as they are now."""
+        return Rng(self._devices)
+
+    def reset(self) -> None:
+        """Take back everything, and begin again from there."""
+        if self.open:
+            self.rollback()
+            self.begin()
+
+    def commit(self) -> None:
+        """What happened in the window stays."""
+        # Let go of what the model held before.
+        self.open = False
+        self._before, self._ends, self._settled = None, [], []
+        self._arrays = []
+
+    def rollback(self) -> None:
+        """Take back everything that the forwards of the window changed."""
+        if not self.open:
+            return
+        self.settle()
+        for diff in reversed(self._settled):
+            diff.revert()
+        for array, values in self._arrays:
+            array[...] = values
+        self._backup.restore()
+        self._rng.restore()
+        self.commit()

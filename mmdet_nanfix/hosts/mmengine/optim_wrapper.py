@@ -1,0 +1,335 @@
+"""Guard MMEngine's optimizer wrappers: what both of them have in common.
+
+:class:`GuardedOptimWrapper` translates between MMEngine's wrapper protocol
+and :class:`.GuardedStep`.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from typing import Any, Callable, Iterator, Mapping
+
+from mmengine import dist
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper
+from torch import Tensor, nn
+
+from ...diagnosis import diagnostician
+from ...fp32 import PrecisionControl
+from ...guard import GuardedStep, RunConfig, Verdict
+from ...guard.checks import install_sanitizers, sanitizing
+from ...guard.rules import (
+    Fp32Promotions,
+    LossScale,
+    StopRule,
+)
+from ...incidents import NonFiniteError
+from ...torch_support import not_compiled
+from .model_kinds import has_compiled_parts, is_sharded, segfaults
+from .reporter import IncidentReporter, say, warn
+from .settings import Settings, device_of, split_settings
+from .trainer import (
+    MMEngineTrainer,
+    NotCompiled,
+    ProcessGroup,
+    hub_undo,
+    together,
+)
+
+__all__ = ['GuardedOptimWrapper']
+
+
+class GuardedOptimWrapper(OptimWrapper):
+    """What both wrappers have in common: a guard around each step.
+
+    A healthy step costs no read from the device beyond :meth:`found_inf`,
+    or one more where the backward of a NaN would end the process.
+    """
+
+    #: What the config says, as far as patches must know; a hook tells.
+    config = RunConfig()
+    #: Settings that the wrapper was built with, or a hook has given.
+    settings = Settings()
+    _given: Mapping[str, Any] = types.MappingProxyType({})
+    _loaded: Mapping[str, Any] = types.MappingProxyType({})
+    _guard: GuardedStep | None = None
+    _whole: nn.Module | None = None
+    _look_first = False
+    _alone = True
+
+    def guard_with(self, nanfix: dict[str, Any] | None) -> None:
+        """Begin to guard, with settings that win over those it has.
+
+        Raises:
+            TypeError: A setting that does not exist, or of a wrong type.
+            ValueError: A value that is impossible.
+        """
+        split_settings(nanfix)
+        self._given = {**self._given, **(nanfix or {})}
+        settings = self.settings = split_settings(dict(self._given))
+        self._scale = self._scale_of(settings.scale)
+        self._stop = StopRule(**settings.stop)
+        self._promotions = Fp32Promotions(settings.fp32_modules)
+        self._reporter = IncidentReporter(self._stop)
+        self.precision = PrecisionControl(nn.Module(), None, 'cpu')
+        #: Whether the last optimizer step was skipped.
+        self.skipped = False
+        #: What a rescued step has returned for the log, or None.
+        self.logged: Any = None
+
+    def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
+        """The loss scale with these settings."""
+        raise NotImplementedError
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int,
+                                max_counts: int) -> None:
+        """Arm the guard; the runner calls this right before training."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        self._guard = None
+        self.arm(model)
+
+    def arm(self, model: nn.Module) -> GuardedStep:
+        """Build the guard around a model, once.
+
+        Args:
+            model: What is trained, DDP included.
+        """
+        if self._guard is not None:
+            return self._guard
+        self._whole = model
+        sharded = is_sharded(model)
+        bare = model.module if is_model_wrapper(model) else model
+        alone = dist.get_world_size() == 1 and bare is model
+        device = device_of(self.optimizer)
+        self._look_first = alone and segfaults(bare) and device == 'cpu'
+        self._alone = alone
+        self.precision = PrecisionControl(
+            bare, self._regions(), device, self._promotions.given,
+            lambda: self._promotions.names)
+        self._drop_unknown()
+        self._trainer = MMEngineTrainer(
+            self, model, bare, self.precision, ProcessGroup(alone),
+            dataclasses.replace(self.config, fp32=self._regions()))
+        self._guard = GuardedStep(
+            bare, self.optimizer, self._scale, self._stop, self._trainer,
+            functools.partial(diagnostician,
+                              max_incidents=self.settings.max_incidents),
+            others=[functools.partial(hub_undo, self.message_hub)],
+            sharded=sharded, promotions=self._promotions)
+        self._guard.history.load_state_dict(self._loaded)
+        if not alone:
+            install_sanitizers()
+        self._reporter.open()
+        self._reporter.announce(
+            self._precision(), self._regions(), self._scale,
+            sorted(self._guard.buffers.exempt), has_compiled_parts(bare))
+        return self._guard
+
+    def _drop_unknown(self) -> None:
+        """Drop what stays in fp32 by a checkpoint of another model."""
+        lost = self._promotions.drop_unknown(self.precision.known) if (
+            self._guard or self._whole) else []
+        if lost:
+            warn(f'the checkpoint has {", ".join(lost)} in fp32, which this '
+                 'model does not have: not any more')
+
+    @contextlib.contextmanager
+    def replay_context(self, report: Callable[[Tensor], None] = lambda flag: (
+            None)) -> Iterator[None]:
+        """Enter what a forward runs in, without the guard around it.
+
+        Args:
+            report: Called with a flag where an input was sanitized.
+        """
+        with self._autocast(), self.precision.active(), (
+                contextlib.nullcontext() if self._alone
+                else sanitizing(report)):
+            yield
+
+    def _precision(self) -> str:
+        return 'full-precision'
+
+    def optim_context(self, model: nn.Module) -> Any:
+        """Watch the losses of one forward, in autocast where there is one."""
+        return NotCompiled(self._context(model))
+
+    @contextlib.contextmanager
+    def _context(self, model: nn.Module) -> Iterator[None]:
+        guard = self.arm(model)
+        bare = model.module if is_model_wrapper(model) else model
+        with OptimWrapper.optim_context(self, model), guard.capture(bare), (
+                self._autocast()), self.precision.active(), (
+                    contextlib.nullcontext() if self._alone
+                    else together(guard.flag_step, say)):
+            yield
+
+    @property
+    def is_half(self) -> bool:
+        """Whether autocast computes in half precision."""
+        return False
+
+    def half_op(self) -> tuple[str | None, int]:
+        """Return the half operation that is emulated right now, or None."""
+        return None, 0
+
+    def _autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+    def _regions(self) -> str | None:
+        """Which regions run in fp32; None where all is fp32 anyway."""
+        return self.settings.fp32 if self.is_half else None
+
+    @not_compiled
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of the loss with its anchor term."""
+        if self._guard is None:
+            super().backward(loss, **kwargs)
+            return
+        guarded = self._guard.attach(loss)
+        if guarded is not None and self._look_first and (
+                self._guard.loss_is_bad()):
+            self._guard.give_up()
+            guarded = None
+        if guarded is None:
+            self._inner_count += 1
+        else:
+            with self.precision.active():
+                super().backward(guarded, **kwargs)
+        if not self.should_update():
+            self._guard.settle()
+
+    @not_compiled
+    def step(self, **kwargs: Any) -> None:
+        """Step, or skip, take back and record; then update the loss scale.
+
+        Raises:
+            NonFiniteError: Too many steps were skipped.
+        """
+        guard = self._guard
+        self.skipped = (guard is not None and guard.must_skip) or (
+            self.found_inf())
+        self.logged = None
+        norm = None if self.skipped else self._clip_and_apply(**kwargs)
+        before = self._scale.scale
+        verdict = guard.judge(self.skipped, norm) if guard else (
+            self._judge_unarmed(self.skipped))
+        if verdict.rescued:
+            self.skipped, self.logged = False, verdict.logged
+            self._clip_and_apply(**kwargs)
+        self.set_scale()
+        if guard is not None and self._scale.scale != before:
+            self._reporter.add_scalar('scale', self._scale.scale,
+                                      self._trainer.clock()[1])
+        if verdict.incident is not None:
+            self._reporter.report(verdict.incident)
+        if verdict.note is not None:
+            warn(verdict.note)
+        if verdict.stop is not None or (
+                self._inner_count == self._max_counts):
+            self.close()
+        if verdict.stop is not None:
+            raise NonFiniteError(
+                self._reporter.stop_message(verdict.stop, self._save()),
+                verdict.incident)
+
+    def found_inf(self) -> bool:
+        """Result of the check of the gradients; the one read of a step."""
+        raise NotImplementedError
+
+    def _clip_and_apply(self, **kwargs: Any) -> Any:
+        """Step; returns the norm of the unscaled gradients, or None."""
+        norm = None
+        if self.clip_grad_kwargs:
+            by_norm = getattr(self, 'grad_name', '') == 'grad_norm' and (
+                self.clip_grad_kwargs.get('norm_type', 2) == 2)
+            norm = None if by_norm else self._norm_if_due()
+            self._clip_grad()
+            if by_norm:
+                # Clipping has measured and read it.
+                known = self.message_hub.log_scalars.get('train/grad_norm')
+                norm = known.current() if known is not None else None
+        else:
+            norm = self._norm_if_due()
+        self._apply(**kwargs)
+        return norm
+
+    def _norm_if_due(self) -> Tensor | None:
+        guard = self._guard
+        return self.gradient_norm() if (
+            guard is not None and guard.history.is_due) else None
+
+    def gradient_norm(self) -> Tensor | None:
+        """L2 norm of the gradients, unscaled; no device sync."""
+        guard = self._guard
+        if guard is None or guard.sharded:
+            return None
+        return guard.history.measure()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale."""
+        return loss
+
+    def _apply(self, **kwargs: Any) -> None:
+        self.optimizer.step(**kwargs)
+
+    def set_scale(self, scale: float | None = None) -> None:
+        """Scale by a loss scale from now on; None for that of the rules."""
+
+    def _judge_unarmed(self, found_inf: bool) -> Verdict:
+        """Without a model there is no evidence; scale and skip still work."""
+        self._scale.update(losses_finite=True, grads_finite=not found_inf)
+        return Verdict(stop=self._stop.update(skipped=found_inf))
+
+    def _save(self) -> str:
+        if self._guard is None or self._whole is None:
+            return 'No weights were saved, since no model is known.'
+        whole = self._whole
+        model = whole if is_sharded(whole) else self._guard.model
+        epoch, iteration = self._trainer.clock()
+        return self._reporter.save_weights(model, epoch, iteration,
+                                          self.state_dict())
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients of earlier iterations wait for their step."""
+        return self._guard is not None and self._guard.window_open
+
+    @property
+    def exempt(self) -> list[str]:
+        """Buffers that hold infinities on purpose, by name."""
+        return sorted(self._guard.buffers.exempt) if self._guard else []
+
+    def close(self) -> None:
+        """Print the table at the end, once."""
+        self._reporter.close(self._scale.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and, as plain numbers, scale and counters."""
+        state = OptimWrapper.state_dict(self)
+        state['loss_scaler'] = {
+            **self._scale.state_dict(), **self._stop.state_dict(),
+            **self._promotions.state_dict(),
+            **(self._guard.history.state_dict() if self._guard else {
+                key: value for key, value in self._loaded.items()
+                if key == 'nanfix_grad_norm'})}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of a guarded or of a stock wrapper."""
+        stored = state_dict.pop('loss_scaler', {})
+        self._stop.load_state_dict(stored)
+        self._promotions.load_state_dict(stored)
+        self._drop_unknown()
+        self._loaded = stored
+        if self._guard is not None:
+            self._guard.history.load_state_dict(stored)
+        complaint = self._scale.load_state_dict(stored)
+        if complaint:
+            warn(complaint)
+        self._reload()
+        OptimWrapper.load_state_dict(self, state_dict)
+
+    def _reload(self) -> None:
+        """Take over the loss scale of a checkpoint."""
