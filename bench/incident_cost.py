@@ -22,7 +22,7 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from torch import nn
 
-import mmdet_nanfix.replay as replay
+import mmdet_nanfix.diagnosis.replay.replayer as replay
 
 __all__ = ['FAULTS', 'Run']
 
@@ -59,7 +59,7 @@ def _gradients(run: Run, batch: Batch) -> None:
 
 def _scale(run: Run, batch: Batch) -> None:
     run.wrapper._scale.scale = 2.**30
-    run.wrapper._rescale(2.**30)
+    run.wrapper.set_scale(2.**30)
 
 
 def _hot(run: Run, batch: Batch) -> None:

@@ -6,25 +6,20 @@ import os
 
 import pytest
 import torch
+from helpers.paths import ROOT
+from helpers.torch_features import OLD
+from helpers.toy import ToyDetector
 from mmengine.config import Config
 from mmengine.logging import MessageHub
-from mmengine.model import BaseModel
 from shapes import write_shapes
-from torch import nn
 
 import mmdet_nanfix  # noqa: F401  registers
 from mmdet_nanfix import emulation
 from mmdet_nanfix.emulation import autocast
 from mmdet_nanfix.torch_support.features import (
-    AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,
 )
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-OLD = 'half precision on a CPU is emulated from torch 2.1 on'
-needs_half = pytest.mark.skipif(not HAS_HALF_ON_CPU, reason=OLD)
 REQUIRE = emulation.require
 if not HAS_HALF_ON_CPU:
     def skip():
@@ -34,31 +29,12 @@ if not HAS_HALF_ON_CPU:
     emulation.require = autocast.require = skip
 
 
-def takes_fused():
-    try:
-        torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
-    except RuntimeError:
-        return False
-    return True
 
 
-needs_fused = pytest.mark.skipif(
-    not takes_fused(),
-    reason='torch has fused optimizers on a CPU from 2.4 on')
 
 
-def autocast_is_on(device='cpu'):
-    """Before torch 2.4 the question has no argument, and means CUDA."""
-    if AUTOCAST_BY_DEVICE:
-        return torch.is_autocast_enabled(device)
-    return torch.is_autocast_enabled() if device == 'cuda' else (
-        torch.is_autocast_cpu_enabled())
 
 
-def cudas_autocast_dtype():
-    if AUTOCAST_BY_DEVICE:
-        return torch.get_autocast_dtype('cuda')
-    return torch.get_autocast_gpu_dtype()
 
 
 @pytest.fixture
@@ -68,47 +44,12 @@ def real_require(monkeypatch):
         monkeypatch.setattr(place, 'require', REQUIRE)
 
 
-class Branch(nn.Module):
-    """A head: one hidden layer, one output, a loss of its own."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, 1)
-
-    def loss(self, x, key, factor):
-        return {key: self.out(self.hidden(x).relu()).float().mean() * factor}
 
 
-class RoIHead(nn.Module):
-
-    def __init__(self):
-        super().__init__()
-        self.bbox_head = Branch()
 
 
-class ToyDetector(BaseModel):
-    """Two heads over one backbone, as a two-stage detector has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.rpn_head = Branch()
-        self.roi_head = RoIHead()
-
-    def forward(self, inputs, data_samples=None, mode='loss'):
-        x = self.backbone(inputs['x'])
-        return {
-            **self.rpn_head.loss(x, 'loss_first', inputs['rpn']),
-            **self.roi_head.bbox_head.loss(x, 'loss_second', inputs['box']),
-            'accuracy': torch.tensor(float('nan')),
-        }
 
 
-def toy_batch(rpn=1., box=1., x=1.):
-    """Loss factors: nan spoils a loss, 1e30 overflows the gradients."""
-    torch.manual_seed(1)
-    return {'inputs': {'x': torch.randn(8, 4) * x, 'rpn': rpn, 'box': box}}
 
 
 @pytest.fixture
@@ -136,11 +77,6 @@ def said(caplog):
     logger.removeHandler(caplog.handler)
 
 
-def said_in(work_dir):
-    """Messages of the plugin in the log file of the only run."""
-    (log, ) = work_dir.glob('*/*.log')
-    return [part.split('\n20')[0] for part in
-            log.read_text().split('nanfix: ')[1:]]
 
 
 @pytest.fixture(scope='session')

@@ -11,7 +11,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import ROOT
+from helpers.paths import ROOT
 
 PACKAGE = os.path.join(ROOT, 'mmdet_nanfix')
 TORCH, HOSTS = {'torch', 'numpy'}, {'mmengine', 'mmcv', 'mmdet'}

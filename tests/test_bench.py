@@ -13,7 +13,8 @@ import overhead
 import pytest
 import regions_cost
 import torch
-from conftest import ROOT, autocast_is_on, needs_half
+from helpers.paths import ROOT
+from helpers.torch_features import autocast_is_on, needs_half
 
 
 @pytest.fixture(scope='module')

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers.paths import ROOT
 
 SCRIPT = os.path.join(ROOT, 'tools', 'setup_env.py')
 sys.path.insert(0, os.path.dirname(SCRIPT))

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import autocast_is_on, cudas_autocast_dtype
+from helpers.torch_features import autocast_is_on, cudas_autocast_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -6,7 +6,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import autocast_is_on, cudas_autocast_dtype, needs_half
+from helpers.torch_features import (
+    autocast_is_on,
+    cudas_autocast_dtype,
+    needs_half,
+)
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import autocast as emulation

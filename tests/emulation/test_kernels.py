@@ -6,7 +6,7 @@ import collections
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import needs_half
+from helpers.torch_features import needs_half
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

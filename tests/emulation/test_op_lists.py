@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import needs_half
+from helpers.torch_features import needs_half
 from torch import Tensor
 from torch.utils._pytree import tree_map
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import needs_half
+from helpers.torch_features import needs_half
 from mmcv.ops import RoIAlign
 from mmcv.ops import multi_scale_deform_attn as host
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention

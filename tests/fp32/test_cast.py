@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import needs_half
+from helpers.torch_features import needs_half
 
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.fp32.cast import (

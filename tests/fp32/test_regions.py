@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from conftest import autocast_is_on
 from families import REFUSED, batch_for, build
+from helpers.torch_features import autocast_is_on
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.models.task_modules.assigners.match_cost import BaseMatchCost

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from helpers.incidents import fail, incident
+from helpers.paths import ROOT
 
 from mmdet_nanfix.incidents import IncidentLog
 from mmdet_nanfix.incidents.log import log_name

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from mmdet_nanfix.diagnosis.replay.call_site import CallSites, is_library
+
+
+def multi_apply(func, *args, **kwargs):
+    return [func(*items, **kwargs) for items in zip(*args)]
+
+
+class ToyLoss(nn.Module):
+
+    def forward(self, x, look):
+        return look()
+
+
+class Assigner:
+
+    def assign(self, look):
+        return look()
+
+
+class Head(nn.Module):
+    """A head that MMDetection would call as plain methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+        self.loss_cls = ToyLoss()
+        self.assigner = Assigner()
+
+    def forward_single(self, x, look):
+        return look()
+
+    def loss_by_feat(self, look):
+        return look()
+
+    def loss_by_feat_single(self, score, anchors, look):
+        score = score.flatten()
+        return look()
+
+    def get_targets_single(self, boxes, sample, look):
+        return look()
+
+    def loss_of_module(self, look):
+        return self.loss_cls(torch.ones(1), look)
+
+    def targets(self, look):
+        return self.assigner.assign(look)
+
+
+class Model(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.bbox_head = Head()
+
+
+def site_of(call):
+    model = Model()
+    sites = CallSites(model)
+    seen = []
+    call(model.bbox_head, lambda: seen.append(sites.here()))
+    return seen
+
+
+def test_a_plain_method_is_its_heads():
+    (site, ) = site_of(lambda head, look: head.forward_single(None, look))
+    assert site.module == 'bbox_head' and not site.in_loss
+    path, _, line = site.source.rpartition(':')
+    assert path == __file__ and 'lambda' in inspect.getsource(
+        inspect.getmodule(site_of)).splitlines()[int(line) - 1]
+
+
+def test_losses_targets_and_loss_modules_are_told_from_layers():
+    for call, module in (
+            (lambda head, look: head.loss_by_feat(look), 'bbox_head'),
+            (lambda head, look: head.loss_of_module(look),
+             'bbox_head.loss_cls'),
+            (lambda head, look: head.targets(look), 'bbox_head')):
+        (site, ) = site_of(call)
+        assert site.in_loss and site.module == module
+
+
+def test_levels_and_images_of_a_loop():
+    maps = [torch.ones(2, 1, 4, 4), torch.ones(2, 1, 2, 2)]
+    anchors = [torch.ones(3), torch.ones(3)]
+    levels = site_of(lambda head, look: multi_apply(
+        head.loss_by_feat_single, maps, anchors, look=look))
+    # The map was bound to another name within; the anchors were not.
+    assert [site.level for site in levels] == [0, 1]
+    assert all(site.image is None for site in levels)
+    images = site_of(lambda head, look: multi_apply(
+        head.get_targets_single, [torch.ones(5, 4), torch.ones(6, 4)],
+        [object(), object()], look=look))
+    assert [site.image for site in images] == [0, 1]
+    assert all(site.level is None for site in images)
+
+
+def test_what_is_the_same_for_all_says_nothing():
+    same = torch.ones(2, 1, 4, 4)
+    levels = site_of(lambda head, look: multi_apply(
+        head.forward_single, [same, same], look=look))
+    assert [site.level for site in levels] == [None, None]
+
+
+def test_an_operation_within_torch_has_the_line_of_its_caller():
+    model = Model()
+    sites = CallSites(model)
+    seen = []
+    model.bbox_head.conv.register_forward_hook(
+        lambda *_: seen.append(sites.here()))
+    model.bbox_head.conv(torch.ones(1, 1, 1, 1))
+    assert seen[0].source.startswith(__file__)
+
+
+def test_an_exception_has_a_place():
+    model = Model()
+
+    def fail():
+        raise ValueError
+
+    try:
+        model.bbox_head.targets(fail)
+    except ValueError as error:
+        site = CallSites(model).of_error(error)
+    assert site.module == 'bbox_head' and site.in_loss
+    assert site.function == 'fail'
+
+
+def test_libraries_are_known_by_their_folder():
+    assert is_library(torch.__file__) and not is_library(__file__)

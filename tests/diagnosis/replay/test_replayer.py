@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmdet_nanfix.diagnosis.replay.batch_view import BatchSnapshot
+from mmdet_nanfix.diagnosis.replay.call_site import CallSites
+from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
+from mmdet_nanfix.diagnosis.replay.replayer import (
+    Forward,
+    ReplayRequest,
+    Replays,
+    can_replay,
+)
+from mmdet_nanfix.guard import Host
+from mmdet_nanfix.guard.state import Rng, Transaction
+
+
+class Noisy(nn.Module):
+    """Draws numbers, keeps statistics and attributes, may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.bbox_head = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.drop = nn.Dropout(.5)
+        self.register_buffer('mean', torch.zeros(2))
+        self.seen = []
+
+    def forward(self, x, how='fine'):
+        self.seen.append(x)
+        y = self.drop(self.norm(self.bbox_head(x)))
+        if how == 'memory':
+            raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+        if how == 'raise':
+            bad = y.sum() * math.inf
+            cost = bad - bad
+            if not torch.isfinite(cost):
+                raise ValueError('no matching')
+        if how == 'loss':
+            y = y - y.log()
+        if how == 'grads':
+            y = y + (self.bbox_head.weight * 0).sqrt().sum()
+        if how == 'buffer':
+            self.mean.add_(math.inf)
+        return {'loss_cls': y.mean(), 'acc': y.detach().max()}
+
+
+def setup(**arguments):
+    model = Noisy()
+    transaction = Transaction(model)
+    x = torch.randn(4, 2)
+    batch = {'x': x, **arguments}
+    forward = Forward(BatchSnapshot(batch), Rng(), False)
+    losses = []
+
+    replays = Replays(model, transaction, Host())
+    original = model.forward
+
+    def spy(*args, **kwargs):
+        out = original(*args, **kwargs)
+        losses.append(out['loss_cls'].item())
+        return out
+
+    model.forward = spy
+
+    def run(probe=False, **settings):
+        made = NonFiniteTracer(CallSites(model)) if probe else None
+        return replays.run(
+            forward, batch, 8., {'mean': model.mean}, made, **settings)
+
+    return model, run, losses
+
+
+def test_this_torch_can():
+    assert can_replay()
+
+
+def test_a_replay_is_the_same_to_the_last_bit_and_leaves_nothing():
+    model, run, losses = setup()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    torch.rand(3)
+    now = torch.get_rng_state()
+    for probe in (False, True, False):
+        assert run(probe).failed is None
+    assert len(set(losses)) == 1
+    assert torch.equal(torch.get_rng_state(), now)
+    assert not torch.equal(now, drawn)
+    assert all(torch.equal(value, state[key])
+               for key, value in model.state_dict().items())
+    assert model.seen == []
+    assert all(p.grad is None for p in model.parameters())
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize('how, failed, op', [
+    ('loss', 'loss', 'log'), ('grads', 'grads', 'sqrt'),
+    ('raise', 'raised', 'mul'), ('buffer', 'buffers', 'add_')])
+def test_each_way_to_fail_is_told_with_its_origin(how, failed, op):
+    _, run, _ = setup(how=how)
+    assert run().failed == failed
+    outcome = run(probe=True)
+    assert outcome.failed == failed
+    if how in ('raise', 'buffer'):
+        # An infinity that was asked for, for want of anything else.
+        assert [record.meant for record in outcome.origins] == (
+            [False] if how == 'raise' else [True])
+    else:
+        assert [record.op for record in outcome.origins] == [op]
+    assert outcome.error is None
+
+
+def test_no_memory_is_said_and_is_no_failure():
+    model, run, _ = setup(how='memory')
+    for probe in (False, True):
+        outcome = run(probe)
+        assert outcome.error == 'ran out of memory'
+        assert outcome.failed is None
+    assert model.seen == []
+
+
+def test_the_place_of_a_loss_is_told():
+    _, run, _ = setup()
+    sites = run(probe=True).owners['loss_cls']
+    assert sites and sites[0].source.startswith(__file__)
+
+
+def test_a_loss_that_is_bad_goes_back_only_where_asked():
+    model, run, _ = setup(how='loss')
+    went = []
+    model.bbox_head.weight.register_hook(went.append)
+    run()
+    assert not went
+    run(backward=True)
+    assert len(went) == 1
+
+
+def test_a_training_step_is_run_by_the_host():
+    model, _, _ = setup()
+    seen = []
+
+    def train_step(batch, on_loss, place):
+        seen.append(batch)
+        on_loss(model(batch['x'])['loss_cls'] / 0.)
+
+    replays = Replays(model, Transaction(model), Host(train_step))
+    batch = {'x': torch.ones(4, 2)}
+    outcome = replays.run(Forward(BatchSnapshot(batch), Rng(), True), batch, 1.,
+                          {})
+    assert outcome.failed == 'loss' and seen == [batch]
+
+
+@pytest.mark.parametrize('how, until, failed', [
+    ('grads', 'loss', None), ('loss', 'raised', None), ('loss', 'loss',
+                                                        'loss'),
+    ('buffer', 'loss', None), ('grads', 'grads', 'grads')])
+def test_nothing_is_looked_at_after_what_is_asked_about(how, until, failed):
+    model, run, _ = setup(how=how)
+    went = []
+    model.bbox_head.weight.register_hook(went.append)
+    assert run(asked=ReplayRequest(until=until)).failed == failed
+    assert bool(went) is (until == 'grads')
