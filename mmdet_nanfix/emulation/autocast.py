@@ -36,7 +36,8 @@ from ..torch_support import (
     destroy,
 )
 from .autocast_switch import STATE, patches
-from .kernels import CastCache, half_kernels, stock_only
+from .casting import CastCache
+from .kernels import half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 

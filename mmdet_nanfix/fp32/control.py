@@ -20,7 +20,7 @@ class PrecisionControl:
 
     Args:
         model: The bare model.
-        mode: Which regions run in fp32, of :data:`.regions.MODES`.
+        mode: Which regions run in fp32, of :data:`.wrapping.MODES`.
         device: Type of the device whose autocast is left.
         given: Paths of modules that the config has in fp32.
         promoted: Returns the paths of all modules that stay in fp32 now.

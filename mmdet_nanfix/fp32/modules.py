@@ -18,12 +18,12 @@ from typing import (
 from torch import nn
 
 from ..torch_support import not_compiled
-from . import regions
+from . import wrapping
 from .cast import widened
 
 __all__ = ['Fp32Module', 'install_module', 'switched']
 
-_MARK = f'{regions.MARK}_of_a_part'
+_MARK = f'{wrapping.MARK}_of_a_part'
 
 Method = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
     """Let parts count beside the regions.
 
     Args:
-        mode: As for :func:`.regions.switched`.
+        mode: As for :func:`.wrapping.switched`.
         device: Likewise.
         parts: Of :func:`install_module`.
     """
@@ -57,7 +57,7 @@ def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
         vars(layer)['forward'] = functools.partial(
             _call, type(layer).forward, layer)
     try:
-        with regions.switched(mode, device, frozenset().union(
+        with wrapping.switched(mode, device, frozenset().union(
                 *[part.ids for part in parts])):
             yield
     finally:
@@ -70,7 +70,7 @@ def _of_part(original: Method) -> Method:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in regions.SWITCH.parts:
+        if id(self) not in wrapping.SWITCH.parts:
             return original(self, *args, **kwargs)
         return _call(original, self, *args, **kwargs)
 
@@ -84,11 +84,11 @@ def _call(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     What it puts into lists and dicts among its arguments is kept; what it
     writes into other objects that hold half tensors is not.
     """
-    if regions.is_inside():
+    if wrapping.is_inside():
         return original(self, *args, **kwargs)
     wide = widened((args, kwargs))
     copies = list(_copies((args, kwargs), wide))
-    out = regions.enter(functools.partial(original, self), *wide)
+    out = wrapping.enter(functools.partial(original, self), *wide)
     for given, copy, before in copies:
         _write_back(given, copy, before)
     return out
@@ -141,7 +141,7 @@ def install_module(part: nn.Module) -> Fp32Module:
         for base in type(module).__mro__:
             for name in [] if _is_foreign(base) else list(vars(base)):
                 if not name.startswith('__'):
-                    regions.wrap(base, name, _of_part, _MARK)
+                    wrapping.wrap(base, name, _of_part, _MARK)
     return Fp32Module(frozenset(map(id, own)), list(_layers(part)))
 
 

@@ -14,7 +14,7 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.emulation import kernels as half_ops
+from mmdet_nanfix.emulation.casting import CastCache
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,
@@ -210,7 +210,7 @@ def test_a_shared_weight_sums_its_gradients_in_half():
 
 
 def test_the_cache_holds_leaves_that_need_a_gradient_only():
-    cache = half_ops.CastCache()
+    cache = CastCache()
     leaf = torch.ones(2, requires_grad=True)
     with cuda_autocast():
         assert cache.cast(leaf, HALF) is cache.cast(leaf, HALF)

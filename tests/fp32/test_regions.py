@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.fp32 import regions
+from mmdet_nanfix.fp32 import MODES, regions
 from mmdet_nanfix.losses import register_losses
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -96,7 +96,7 @@ X = torch.ones(3, 4)
 FP32_REGION, HALF_REGION = (SINGLE, False), (HALF, True)
 
 
-@pytest.mark.parametrize('mode', regions.MODES)
+@pytest.mark.parametrize('mode', MODES)
 def test_a_head_a_cost_and_a_loss_of_ones_own(mode):
     model = Detector()
     head = model.bbox_head
