@@ -33,6 +33,7 @@ from ..torch_support import (
     AUTOCAST_BY_DEVICE,
     HALVES,
     HAS_HALF_ON_CPU,
+    Patches,
     destroy,
 )
 from .autocast_switch import STATE, patches
@@ -78,7 +79,7 @@ class _Installation:
         self._cache = CastCache()
         self._kernels: dict[str, Callable[..., Any]] = {}
         self._let_through: list[str] = []
-        self._originals: dict[Any, Any] = {}
+        self._patches = Patches('emulation')
         self._scripted = True
 
     def __enter__(self) -> None:
@@ -101,9 +102,7 @@ class _Installation:
                 destroy(self._library)
                 self._library = None
                 self._cache.clear()
-                for (place, name), original in self._originals.items():
-                    setattr(place, name, original)
-                self._originals.clear()
+                self._patches.undo()
 
     @property
     def active(self) -> bool:
@@ -133,9 +132,7 @@ class _Installation:
     def _patch(self) -> None:
         """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
         for place, name, make in patches(_Answer, self._cache.clear):
-            original = place.__dict__[name]
-            self._originals[place, name] = original
-            setattr(place, name, make(original))
+            self._patches.wrap(place, name, make)
 
 
 _INSTALLATION = _Installation()

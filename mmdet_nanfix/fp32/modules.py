@@ -17,7 +17,7 @@ from typing import (
 
 from torch import nn
 
-from ..torch_support import not_compiled
+from ..torch_support import Patches, not_compiled
 from . import wrapping
 from .cast import widened
 
@@ -51,18 +51,13 @@ def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
         device: Likewise.
         parts: Of :func:`install_module`.
     """
-    layers = [layer for part in parts for layer in part.layers
-              if 'forward' not in vars(layer)]
-    for layer in layers:
-        vars(layer)['forward'] = functools.partial(
-            _call, type(layer).forward, layer)
-    try:
-        with wrapping.switched(mode, device, frozenset().union(
-                *[part.ids for part in parts])):
-            yield
-    finally:
-        for layer in layers:
-            vars(layer).pop('forward', None)
+    with Patches('fp32 modules') as patches, wrapping.switched(
+            mode, device, frozenset().union(*[part.ids for part in parts])):
+        for layer in [layer for part in parts for layer in part.layers]:
+            if 'forward' not in vars(layer):
+                patches.replace(layer, 'forward', functools.partial(
+                    _call, type(layer).forward, layer))
+        yield
 
 
 def _of_part(original: Method) -> Method:

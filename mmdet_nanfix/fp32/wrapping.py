@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable, Iterator, Optional
 import torch
 from torch import Tensor, nn
 
-from ..torch_support import AUTOCAST_BY_DEVICE, not_compiled
+from ..torch_support import AUTOCAST_BY_DEVICE, Patches, not_compiled
 from .cast import WideSigmoid, widened, without_autocast
 from .introspect import own_codes
 
@@ -60,6 +60,8 @@ class _Place(threading.local):
 
 
 _PLACE = _Place()
+# For the life of the process.
+_PATCHES = Patches('fp32 regions')
 #: Of methods that compute a sigmoid in fp32.
 _CODES: set[types.CodeType] = set()
 #: In force now.
@@ -278,12 +280,17 @@ def wrap(kind: type, name: str, make: Callable[[Method], Method],
     if base is nn.Module or not isinstance(original, types.FunctionType) or (
             _is_region(original, mark)):
         return
-    wrapped = make(original)
-    if wrapped is not original:
+
+    def made(below: Method) -> Method:
+        wrapped = make(below)
+        if wrapped is below:
+            return below
         if not AUTOCAST_BY_DEVICE:
             # Older dynamos raise at super() in a method that is wrapped.
             wrapped = _passing_on(not_compiled(wrapped))
-        setattr(base, name, _marked(wrapped, mark))
+        return _marked(wrapped, mark)
+
+    _PATCHES.wrap(base, name, made)
 
 
 def wrap_function(module: Any, name: str) -> None:
@@ -292,12 +299,15 @@ def wrap_function(module: Any, name: str) -> None:
     if not callable(original) or _is_region(
             getattr(original, '__func__', original)):
         return
-    function: Callable[..., Any] = original
 
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside:
-            return function(*args, **kwargs)
-        return enter(function, args, kwargs)
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
 
-    setattr(module, name, _marked(wrapped))
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if SWITCH.mode != 'heads' or _PLACE.inside:
+                return function(*args, **kwargs)
+            return enter(function, args, kwargs)
+
+        return _marked(wrapped)
+
+    _PATCHES.wrap(module, name, made)

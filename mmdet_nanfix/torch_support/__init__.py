@@ -6,8 +6,6 @@
 ``grad_scaler``    the gradient scaler for a device, on any version
 ``patching``       replace attributes of torch and of the hosts, list what
                    is replaced, and put it back
-``walking``        walk through tensors in any nesting of containers and
-                   plain objects
 =================  ========================================================
 """
 from __future__ import annotations
@@ -24,9 +22,10 @@ from .features import (
     tree_leaves,
 )
 from .grad_scaler import scaler_for
+from .patching import Patches
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE', 'HAS_HALF_ON_CPU',
-    'HAS_SEQUENCE_NR', 'destroy', 'foreach_copy_', 'not_compiled',
+    'HAS_SEQUENCE_NR', 'Patches', 'destroy', 'foreach_copy_', 'not_compiled',
     'scaler_for', 'tree_leaves'
 ]
