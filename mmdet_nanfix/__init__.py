@@ -126,19 +126,6 @@ def _load_host() -> None:
         losses.register_losses()
     if on:
         hooks.allow_resume()
-    # mmcv-lite is mmcv without compiled operations.
-    if on and _has('mmcv._ext'):
-        from .emulation import mmcv_ops
-        mmcv_ops.emulate_ops()
-        if has_mmdet:
-            mmcv_ops.emulate_losses()
-
-
-def _has(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 if not _is_own_command():

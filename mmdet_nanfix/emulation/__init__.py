@@ -11,7 +11,8 @@ Loaded where half precision trains on a CPU, and never where a GPU does.
 ``casting``          the casts in front of them, weights once a region
 ``compound``         which half operation is computed in several steps
 ``sampling``         RoIAlign and deformable attention in half
-``mmcv_ops``         mmcv's compiled operations
+``focal_loss``       sigmoid focal loss with the CUDA kernel's faults
+``mmcv_ops``         these in the place of mmcv's own
 ===================  ======================================================
 """
 from __future__ import annotations

@@ -8,15 +8,18 @@ autocast works, so that tensor methods, operators and C++ callers are covered
 alike.
 
 While they are registered, CUDA's autocast means the CPU's
-(:mod:`.autocast_switch`). Everything is taken back when the
-last :func:`cuda_autocast` region is left and the last graph is freed that
-has to enter one again (a checkpointed forward, a ``custom_bwd``). The
+(:mod:`.autocast_switch`), and mmcv's compiled operations are CUDA's
+(:mod:`.mmcv_ops`). Everything is taken back when the last
+:func:`cuda_autocast` region is left and the last graph is freed that has to
+enter one again (a checkpointed forward, a ``custom_bwd``) or goes back
+through one of these operations. The
 registration is the process's: until then a CPU autocast region of another
 thread has CUDA's lists too. A region object that was made *enabled* on a
 machine without a GPU before that has been turned off by torch itself.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import warnings
@@ -36,7 +39,8 @@ from ..torch_support import (
     Patches,
     destroy,
 )
-from .autocast_switch import STATE, patches
+from . import autocast_switch, mmcv_ops
+from .autocast_switch import STATE
 from .casting import CastCache
 from .kernels import half_kernels, stock_only
 
@@ -48,7 +52,8 @@ class _Answer:
 
     A checkpointed forward and ``custom_fwd`` remember whether CUDA's
     autocast was on, to enter it again in the backward. The graph that
-    holds the answer so holds the registration. Nobody else gets it.
+    holds the answer so holds the registration. Nobody else gets it, but the
+    nodes of operations whose backward is ours.
     """
 
     def __init__(self, value: bool = True) -> None:
@@ -66,7 +71,7 @@ class _Answer:
     def __del__(self) -> None:
         # Whoever made it without __init__ acquired nothing.
         if self.__dict__.pop('_holds', False):
-            _INSTALLATION.__exit__()
+            _INSTALLATION.release()
 
 
 class _Installation:
@@ -75,34 +80,62 @@ class _Installation:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._count = 0
+        self._released: collections.deque[None] = collections.deque()
         self._library: Any | None = None
         self._cache = CastCache()
         self._kernels: dict[str, Callable[..., Any]] = {}
         self._let_through: list[str] = []
-        self._patches = Patches('emulation')
+        # Below wrappers of the hosts' functions: it is the machine.
+        self._patches = Patches('emulation', innermost=True)
         self._scripted = True
 
     def __enter__(self) -> None:
         require()
+        # Imports, the first time: not while the lock is held.
+        of_mmcv = mmcv_ops.patches(_Answer)
         with self._lock:
             self._count += 1
             if self._count == 1:
                 self._register()
-                self._patch()
+                for patch in (*autocast_switch.patches(
+                        _Answer, self._cache.clear), *of_mmcv):
+                    self._patches.wrap(*patch)
                 if not AUTOCAST_BY_DEVICE:
                     # Scripted code would autocast by torch's own state.
                     self._scripted = torch._C._jit_set_autocast_mode(False)
 
+        self._settle()
+
     def __exit__(self, *exc: Any) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._library is not None:
-                if not AUTOCAST_BY_DEVICE:
-                    torch._C._jit_set_autocast_mode(self._scripted)
-                destroy(self._library)
-                self._library = None
-                self._cache.clear()
-                self._patches.undo()
+        self._released.append(None)
+        self._settle(wait=True)
+
+    def release(self) -> None:
+        """Leave, from a finalizer: it waits for no lock.
+
+        Whoever has the lock settles it afterwards.
+        """
+        self._released.append(None)
+        self._settle()
+
+    def _settle(self, wait: bool = False) -> None:
+        while self._released and self._lock.acquire(blocking=wait):
+            try:
+                while self._released:
+                    self._released.pop()
+                    self._count -= 1
+                if self._count == 0 and self._library is not None:
+                    self._take_back(self._library)
+            finally:
+                self._lock.release()
+
+    def _take_back(self, library: Any) -> None:
+        self._library = None
+        self._patches.undo()
+        if not AUTOCAST_BY_DEVICE:
+            torch._C._jit_set_autocast_mode(self._scripted)
+        destroy(library)
+        self._cache.clear()
 
     @property
     def active(self) -> bool:
@@ -128,11 +161,6 @@ class _Installation:
         for name in self._let_through:
             self._library.impl(name, torch.library.fallthrough_kernel,
                                'AutocastCPU')
-
-    def _patch(self) -> None:
-        """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
-        for place, name, make in patches(_Answer, self._cache.clear):
-            self._patches.wrap(place, name, make)
 
 
 _INSTALLATION = _Installation()

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 
-__all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'patches']
+__all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'in_emulation',
+           'patches']
 
 #: Where, which name, and how the replacement is made of the original.
 _Patch = Tuple[Any, str, Callable[[Any], Any]]
@@ -65,6 +66,15 @@ def autocast_dtype() -> torch.dtype:
 def autocast_is_on() -> bool:
     """Tell if autocast is on in this thread, before torch 2.4."""
     return STATE.enabled if STATE.depth else _is_on_cpu()
+
+
+def in_emulation() -> bool:
+    """Tell if what this thread computes stands for a GPU's work.
+
+    In regions with autocast disabled too: which kernel a GPU takes does not
+    depend on autocast. So it is where a checkpointed forward runs again.
+    """
+    return STATE.regions > 0 or STATE.depth > 0
 
 
 def _gpu_dtype() -> torch.dtype:
