@@ -37,12 +37,11 @@ from ..torch_support import (
     HALVES,
     HAS_HALF_ON_CPU,
     Patches,
-    destroy,
 )
 from . import autocast_switch, mmcv_ops
 from .autocast_switch import STATE
 from .casting import CastCache
-from .kernels import half_kernels, stock_only
+from .kernels import destroy, half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 

@@ -20,9 +20,9 @@ import torch
 from torch.amp import autocast_mode
 from torch.cuda.amp import autocast_mode as cuda_autocast_mode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map
 
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
+from .casting import map_eligible
 
 __all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'in_emulation',
            'patches']
@@ -222,10 +222,7 @@ def _by_name() -> Iterator[_Patch]:
     def cast(original: Any) -> Any:
 
         def _cast(value: Any, dtype: torch.dtype) -> Any:
-            return tree_map(
-                lambda item: item.to(dtype) if isinstance(
-                    item, torch.Tensor) and item.is_floating_point() and (
-                        item.dtype != torch.float64) else item, value)
+            return map_eligible(lambda tensor: tensor.to(dtype), value)
 
         return _cast
 

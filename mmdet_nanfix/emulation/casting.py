@@ -6,7 +6,9 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-__all__ = ['CastCache', 'cast_args', 'dtypes_of', 'eligible', 'map_eligible']
+from ..torch_support import map_tensors, tensors
+
+__all__ = ['CastCache', 'dtypes_of', 'eligible', 'map_eligible']
 
 
 class CastCache:
@@ -27,7 +29,7 @@ class CastCache:
         self._copies.clear()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in half; float64 is not for this."""
+        """Return the tensor in half; float64 is not for this."""
         if tensor.dtype == dtype:
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf
@@ -51,29 +53,11 @@ def eligible(value: Any) -> bool:
 
 
 def map_eligible(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply to every eligible tensor."""
-    if isinstance(value, Tensor):
-        return function(value) if eligible(value) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_eligible(function, item) for item in value)
-    return value
+    """Apply a function to every eligible tensor in containers."""
+    return map_tensors(lambda tensor: function(tensor) if eligible(
+        tensor) else tensor, value)
 
 
-def cast_args(args: Any, kwargs: dict[str, Any],
-              function: Callable[[Tensor], Tensor]
-              ) -> tuple[Any, dict[str, Any]]:
-    """Apply a function to every eligible tensor among arguments."""
-    return map_eligible(function, tuple(args)), {
-        key: map_eligible(function, value) for key, value in kwargs.items()}
-
-
-def dtypes_of(args: Any, kwargs: dict[str, Any]) -> set[torch.dtype]:
-    """Return the dtypes of the eligible tensors among arguments."""
-    found = set()
-
-    def look(tensor: Tensor) -> Tensor:
-        found.add(tensor.dtype)
-        return tensor
-
-    cast_args(args, kwargs, look)
-    return found
+def dtypes_of(*values: Any) -> set[torch.dtype]:
+    """Return the dtypes of the eligible tensors in containers."""
+    return {tensor.dtype for tensor in tensors(values) if eligible(tensor)}

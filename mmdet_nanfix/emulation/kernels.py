@@ -28,10 +28,10 @@ from torch import Tensor
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 from . import op_lists
 from .autocast_switch import autocast_dtype, autocast_is_on
-from .casting import CastCache, cast_args, dtypes_of, eligible, map_eligible
+from .casting import CastCache, dtypes_of, eligible, map_eligible
 from .compound import as_one
 
-__all__ = ['half_kernels', 'stock_only']
+__all__ = ['destroy', 'half_kernels', 'stock_only']
 
 
 def _below_autocast() -> Any:
@@ -43,6 +43,13 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 Kernel = Callable[..., Any]
 Lists = List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]]
+
+_single = functools.partial(map_eligible, Tensor.float)
+
+
+def _to(dtype: torch.dtype, out: Any) -> Any:
+    """Round results."""
+    return map_eligible(lambda tensor: tensor.to(dtype), out)
 
 
 def _lower(op: Kernel, cache: CastCache) -> Kernel:
@@ -57,12 +64,11 @@ def _lower(op: Kernel, cache: CastCache) -> Kernel:
                 seen.append(True)
                 return cache.cast(tensor, dtype)
 
-            args, kwargs = cast_args(args, kwargs, rounded)
+            args, kwargs = map_eligible(rounded, (args, kwargs))
             with as_one(name):
-                args, kwargs = cast_args(args, kwargs, Tensor.float)
+                args, kwargs = _single((args, kwargs))
                 out = op(*args, **kwargs)
-                return map_eligible(
-                    lambda tensor: tensor.to(dtype), out) if seen else out
+                return _to(dtype, out) if seen else out
 
     return kernel
 
@@ -71,7 +77,7 @@ def _fp32(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            args, kwargs = cast_args(args, kwargs, Tensor.float)
+            args, kwargs = _single((args, kwargs))
             return op(*args, **kwargs)
 
     return kernel
@@ -135,7 +141,7 @@ def _promote(op: Kernel) -> Kernel:
                     f'{autocast_dtype()} under CUDA autocast, and so under '
                     f'its emulation, but got {sorted(map(str, dtypes))}')
             if len(dtypes) > 1:
-                args, kwargs = cast_args(args, kwargs, Tensor.float)
+                args, kwargs = _single((args, kwargs))
             return inside(*args, **kwargs)
 
     return kernel
@@ -193,10 +199,10 @@ def _fp32_inside(op: Kernel) -> Kernel:
                 return op(*args, **kwargs)
             (dtype, ) = dtypes if named is None else {named}
             with as_one(name):
-                args, kwargs = cast_args(args, kwargs, Tensor.float)
+                args, kwargs = _single((args, kwargs))
                 out = op(*map(single, args), **{
                     key: single(value) for key, value in kwargs.items()})
-                return map_eligible(lambda tensor: tensor.to(dtype), out)
+                return _to(dtype, out)
 
     return kernel
 
@@ -207,11 +213,11 @@ def _in_place(op: Kernel) -> Kernel:
 
     def kernel(first: Any, *args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            dtypes = dtypes_of((first, *args), kwargs)
+            dtypes = dtypes_of(first, args, kwargs)
             if len(dtypes) != 1 or not dtypes <= set(HALVES):
                 return op(first, *args, **kwargs)
             with as_one(name):
-                args, kwargs = cast_args(args, kwargs, Tensor.float)
+                args, kwargs = _single((args, kwargs))
                 return first.copy_(op(first.float(), *args, **kwargs))
 
     return kernel
@@ -240,12 +246,12 @@ def _norm(op: Kernel) -> Kernel:
                                        and args[0] is not None):
                 return op(input, *args)
             with as_one('native_batch_norm'):
-                wide = map_eligible(Tensor.float, args[:4])
+                wide = _single(args[:4])
                 out = op(input.float(), *wide, *args[4:])
                 for kept, value in zip(args[2:4], wide[2:]):
                     if value is not None and kept.dtype != value.dtype:
                         kept.copy_(value)
-                return map_eligible(lambda tensor: tensor.to(input.dtype), out)
+                return _to(input.dtype, out)
 
     return kernel
 
@@ -299,3 +305,13 @@ def half_kernels(cache: CastCache) -> dict[str, Kernel]:
             kernels[name] = kernel if AUTOCAST_BY_DEVICE else (
                 not_compiled(kernel))
     return kernels
+
+
+def destroy(library: Any) -> None:
+    """Take back what a ``torch.library.Library`` has registered.
+
+    The caller drops it: where it cannot be told to (2.1.2), its registrations
+    live as long as the object does.
+    """
+    if hasattr(library, '_destroy'):
+        library._destroy()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..torch_support import HALVES
+from ..torch_support import HALVES, tensors
 
 __all__ = [
     'WideSigmoid', 'in_fp32', 'widened', 'without_autocast'
@@ -104,16 +104,6 @@ def _changed(items: dict[Any, Any], known: dict[int, Any],
             if value is not items[key]}
 
 
-def _devices(value: Any) -> set[str]:
-    if isinstance(value, Tensor):
-        return {value.device.type}
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(_devices, value))
-    return set()
-
-
 @contextlib.contextmanager
 def without_autocast(*devices: str) -> Iterator[None]:
     """Region with autocast off.
@@ -136,7 +126,8 @@ def in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             passed as an fp32 copy.
         **kwargs: Likewise.
     """
-    with without_autocast(*sorted(_devices((args, kwargs)))):
+    devices = {tensor.device.type for tensor in tensors((args, kwargs))}
+    with without_autocast(*sorted(devices)):
         args, kwargs = widened((args, kwargs))
         return function(*args, **kwargs)
 

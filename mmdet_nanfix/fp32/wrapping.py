@@ -8,12 +8,19 @@ import contextlib
 import functools
 import threading
 import types
-from typing import Any, Callable, Iterable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..torch_support import AUTOCAST_BY_DEVICE, Patches, not_compiled
+from ..torch_support import (
+    AUTOCAST_BY_DEVICE,
+    HALVES,
+    Patches,
+    map_tensors,
+    not_compiled,
+    tensors,
+)
 from .cast import WideSigmoid, widened, without_autocast
 from .introspect import own_codes
 
@@ -175,33 +182,16 @@ def rounded(original: Method) -> Method:
         if SWITCH.mode != 'heads' or _PLACE.inside or (
                 _layers_besides(self)):
             return original(self, *args, **kwargs)
-        half = next(_halves([*args, *kwargs.values()]), None)
+        # The features' first.
+        half = next((tensor.dtype for tensor in tensors((args, kwargs))
+                     if tensor.dtype in HALVES), None)
         if half is None:
             return original(self, *args, **kwargs)
         out = enter(functools.partial(original, self), args, kwargs)
-        return _narrowed(out, half)
+        return map_tensors(lambda tensor: tensor.to(half) if (
+            tensor.dtype == torch.float32) else tensor, out)
 
     return forward
-
-
-def _halves(values: Iterable[Any]) -> Iterator[torch.dtype]:
-    """Half dtypes of tensors in arguments, the features' first."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype in (torch.float16, torch.bfloat16):
-                yield value.dtype
-        elif isinstance(value, (list, tuple)):
-            yield from _halves(value)
-        elif isinstance(value, dict):
-            yield from _halves(value.values())
-
-
-def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_narrowed(item, dtype) for item in value)
-    return value
 
 
 def _layers_besides(extractor: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.emulation.casting import CastCache
+from mmdet_nanfix.emulation.kernels import destroy
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,
@@ -376,3 +377,15 @@ def test_the_other_half_type_is_refused_by_promotion():
     x = torch.rand(3).bfloat16()
     with cuda_autocast(), pytest.raises(RuntimeError, match='bfloat16'):
         torch.addcmul(x, x, x)
+
+
+def test_what_a_library_has_registered_ends():
+    half = torch.ones(1).half()
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl('sinh', lambda x: x.float() * 7, 'AutocastCPU')
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half).item() == 7
+    destroy(library)
+    del library
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half.float()).item() != 7
