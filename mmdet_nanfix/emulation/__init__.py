@@ -17,8 +17,7 @@ Loaded where half precision trains on a CPU, and never where a GPU does.
 """
 from __future__ import annotations
 
-from .autocast import cuda_autocast, installed, is_emulating, require
+from .autocast import cuda_autocast, require
 from .compound import computing
 
-__all__ = ['computing', 'cuda_autocast', 'installed', 'is_emulating',
-           'require']
+__all__ = ['computing', 'cuda_autocast', 'require']

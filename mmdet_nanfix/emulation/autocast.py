@@ -1,4 +1,4 @@
-"""Half precision on a CPU, with the numerics of CUDA autocast.
+"""Register CUDA's half precision on a CPU, and take it back.
 
 ``torch.autocast('cpu', torch.float16)`` keeps other lists of operations than
 CUDA's autocast, and native half convolutions on a CPU are about 30 times
@@ -47,7 +47,7 @@ __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 
 
 class _Answer:
-    """An answer that keeps the registration while it is remembered.
+    """Answer a question, and keep the registration as long as that lives.
 
     A checkpointed forward and ``custom_fwd`` remember whether CUDA's
     autocast was on, to enter it again in the backward. The graph that
@@ -74,7 +74,7 @@ class _Answer:
 
 
 class _Installation:
-    """The registration and the patches, counted so that they may nest."""
+    """Count regions and graphs; register for the first, undo at the last."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -138,7 +138,7 @@ class _Installation:
 
     @property
     def active(self) -> bool:
-        """Whether the lists are registered."""
+        """Tell if the lists are registered."""
         return self._count > 0
 
     def _register(self) -> None:
@@ -174,16 +174,12 @@ def installed() -> ContextManager[None]:
 
 
 def is_emulating() -> bool:
-    """Whether what runs here stands for a GPU.
-
-    True in regions with autocast disabled too: which kernel a GPU takes does
-    not depend on autocast.
-    """
+    """Tell if CUDA's lists are registered in this process."""
     return _INSTALLATION.active
 
 
 def require() -> None:
-    """Stop where this torch cannot emulate half precision.
+    """Raise where this torch cannot emulate half precision.
 
     Raises:
         RuntimeError: It is torch 2.0.
@@ -195,7 +191,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
-    """Autocast on a CPU with the numerics of CUDA's autocast.
+    """Enter autocast on a CPU with the numerics of CUDA's autocast.
 
     Tensors carry the dtypes that a GPU would give them. Costs no read from
     the device, and about two milliseconds to register the lists.

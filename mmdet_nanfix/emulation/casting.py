@@ -12,7 +12,7 @@ __all__ = ['CastCache', 'dtypes_of', 'eligible', 'map_eligible']
 
 
 class CastCache:
-    """Half copies of weights, one a weight and autocast region.
+    """Keep half copies of weights, one a weight and autocast region.
 
     A weight that is used several times in a region, as in a head shared by
     feature levels, is rounded once. Its gradients meet at that copy and are
@@ -47,7 +47,7 @@ class CastCache:
 
 
 def eligible(value: Any) -> bool:
-    """Floating tensors on a CPU but fp64, which autocast leaves."""
+    """Tell if autocast casts it: floating, on a CPU, not fp64."""
     return (isinstance(value, Tensor) and value.is_floating_point()
             and value.dtype != torch.float64 and value.device.type == 'cpu')
 

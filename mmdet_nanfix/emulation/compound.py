@@ -9,7 +9,7 @@ __all__ = ['as_one', 'computing']
 
 
 class _Computing(threading.local):
-    """The half operation that this thread computes in several steps."""
+    """Keep the half operation that this thread computes in several steps."""
 
     name: str | None = None
     count = 0
@@ -19,7 +19,7 @@ _COMPUTING = _Computing()
 
 
 def computing() -> tuple[str | None, int]:
-    """Name of the half operation that is being computed, or None.
+    """Return the name of the half operation in progress, or None.
 
     With it a number that tells one call from the next.
 
@@ -31,7 +31,7 @@ def computing() -> tuple[str | None, int]:
 
 @contextlib.contextmanager
 def as_one(name: str) -> Iterator[None]:
-    """Region whose operations are one on a GPU."""
+    """Enter a region whose operations are one on a GPU."""
     outer, _COMPUTING.name = _COMPUTING.name, name
     _COMPUTING.count += 1
     try:

@@ -1,4 +1,4 @@
-"""Sigmoid focal loss as mmcv's CUDA kernels compute it, with their faults.
+"""Compute sigmoid focal loss as mmcv's CUDA kernels do, faults included.
 
 Source: ``sigmoid_focal_loss_cuda_kernel.cuh`` of mmcv 2.1.0.
 """
@@ -12,7 +12,7 @@ __all__ = ['focal_loss', 'focal_loss_backward']
 
 def _terms(input: Tensor, target: Tensor,  # noqa: A002
                  gamma: float, alpha: float) -> tuple[Tensor, ...]:
-    """What both kernels start with, each value of the input's dtype.
+    """Return what both kernels start with, each of the input's dtype.
 
     In half, gamma and alpha are rounded too, and ``FLT_MIN`` is 0, so that
     log(0) is reached from a logit of 8.4 on.
@@ -31,7 +31,7 @@ def _terms(input: Tensor, target: Tensor,  # noqa: A002
 
 def _sum(positive: Tensor, alpha: Tensor, term_p: Tensor,
                term_n: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``0 - [c = t] alpha term_p - [c != t] (1 - alpha) term_n``.
+    """Return ``0 - [c = t] alpha term_p - [c != t] (1 - alpha) term_n``.
 
     Both products are formed whatever the label, so that a term of inf is
     NaN where its flag is 0.

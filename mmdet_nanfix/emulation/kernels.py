@@ -1,4 +1,4 @@
-"""CUDA autocast's lists of operations, as kernels for a CPU.
+"""Make kernels for a CPU of CUDA autocast's lists of operations.
 
 Each kernel is what the header of the lists (:mod:`.op_lists`)
 says of its list, with one difference: an operation that a GPU
@@ -35,7 +35,7 @@ __all__ = ['destroy', 'half_kernels', 'stock_only']
 
 
 def _below_autocast() -> Any:
-    """Region whose operations autocast has no say in."""
+    """Enter a region whose operations autocast has no say in."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
@@ -48,7 +48,7 @@ _single = functools.partial(map_eligible, Tensor.float)
 
 
 def _to(dtype: torch.dtype, out: Any) -> Any:
-    """Round results."""
+    """Round the eligible tensors among results."""
     return map_eligible(lambda tensor: tensor.to(dtype), out)
 
 
@@ -105,7 +105,7 @@ def _fp32_output(op: Kernel) -> Kernel:
 
 @functools.lru_cache(maxsize=None)
 def _positional_dtype(op: Any) -> int | None:
-    """Index of ``dtype`` where it may be passed by position."""
+    """Return the index of ``dtype`` where it may be passed by position."""
     for index, argument in enumerate(op._schema.arguments):
         if argument.name == 'dtype' and not argument.kwarg_only:
             return index
@@ -257,7 +257,7 @@ def _norm(op: Kernel) -> Kernel:
 
 
 def stock_only(kernels: Iterable[str]) -> list[str]:
-    """Overloads on the lists of the CPU's own autocast alone.
+    """Return the overloads on the lists of the CPU's own autocast alone.
 
     Args:
         kernels: Overloads that CUDA's lists have.
@@ -271,7 +271,7 @@ def stock_only(kernels: Iterable[str]) -> list[str]:
 
 
 def half_kernels(cache: CastCache) -> dict[str, Kernel]:
-    """Every overload that this torch has, with the kernel it gets.
+    """Return a kernel for each overload that this torch has.
 
     Args:
         cache: Half copies of weights.

@@ -1,4 +1,4 @@
-"""mmcv's compiled operations on a CPU, as their CUDA kernels compute them.
+"""Compute mmcv's compiled operations on a CPU as their CUDA kernels do.
 
 Most of mmcv's CPU kernels are CUDA's own code with another loop and take
 half as they do: deformable and modulated convolution, rotated RoIAlign, NMS
@@ -62,7 +62,7 @@ def _is_single(tensor: Tensor) -> bool:
 
 
 def _places(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """The kernel's settings in the order of :func:`.roi_align`."""
+    """Return the settings in the order of :func:`.roi_align`."""
     return ((settings['aligned_height'], settings['aligned_width']),
             settings['spatial_scale'], settings['sampling_ratio'],
             settings['aligned'])
@@ -134,7 +134,7 @@ def _refusing(op: Op) -> Op:
 
 
 def _refuse_bfloat16(name: str, *tensors: Tensor) -> None:
-    """What mmcv's CUDA kernels do, which have no such type."""
+    """Raise for bfloat16, which mmcv's CUDA kernels do not have."""
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise RuntimeError(f"{name} is not implemented for 'BFloat16' under "
                            'CUDA, and so under its emulation')
@@ -196,7 +196,7 @@ def _focal_loss(original: Op) -> Op:
 
 
 def _in_emulation(make: Make) -> Make:
-    """Make a function that counts in emulated regions alone."""
+    """Let a replacement count in emulated regions alone."""
 
     def made(original: Op) -> Op:
         ours = make(original)

@@ -30,7 +30,7 @@ Method = Callable[..., Any]
 
 @dataclasses.dataclass
 class Fp32Module:
-    """A module of a model that can run in fp32 as a whole.
+    """Name what runs in fp32 where a module does as a whole.
 
     Attributes:
         ids: ``id`` of each module whose class is wrapped.
@@ -44,7 +44,7 @@ class Fp32Module:
 @contextlib.contextmanager
 def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
              ) -> Iterator[None]:
-    """Let parts count beside the regions.
+    """Let whole modules run in fp32 beside the regions.
 
     Args:
         mode: As for :func:`.wrapping.switched`.
@@ -61,7 +61,7 @@ def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
 
 
 def _of_part(original: Method) -> Method:
-    """All in fp32, where the module is one that runs so as a whole."""
+    """Run in fp32, where the module is one that does so as a whole."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _call(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copies(given: Any, copy: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Lists and dicts that were copied, with what the copies began with."""
+    """Yield lists and dicts that were copied, and what the copies held."""
     if copy is given or not isinstance(given, (list, dict, tuple)):
         return
     if isinstance(given, (list, dict)):
@@ -101,7 +101,7 @@ def _copies(given: Any, copy: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _write_back(given: Any, copy: Any, before: Any) -> None:
-    """What was put into a copy; what has stayed is the caller's own."""
+    """Write what was put into a copy; what has stayed is the caller's."""
     keys = list(before) if isinstance(before, dict) else range(len(before))
     own = {id(before[key]): given[key] for key in keys}
     if isinstance(given, list):
@@ -117,7 +117,7 @@ def _write_back(given: Any, copy: Any, before: Any) -> None:
 
 
 def install_module(part: nn.Module) -> Fp32Module:
-    """Make ready that a part of a model can run in fp32 as a whole.
+    """Prepare a part of a model to run in fp32 as a whole.
 
     Whatever method of it, or of a module below it, is called from outside:
     wrapped in the classes, but for those of torch and MMEngine. Where the
@@ -141,7 +141,7 @@ def install_module(part: nn.Module) -> Fp32Module:
 
 
 def _layers(part: nn.Module) -> Iterator[nn.Module]:
-    """The outermost that run a ``forward`` of torch, of a part or below."""
+    """Yield the outermost that run a ``forward`` of torch."""
     owner = next(kind for kind in type(part).__mro__
                  if 'forward' in vars(kind))
     if isinstance(part, (nn.ModuleList, nn.ModuleDict)):

@@ -1,4 +1,4 @@
-"""Regions of full precision in the classes of a model.
+"""Choose the methods of a model that run in full precision.
 
 MMDetection 2.x ran the loss, target and decoding methods of every head
 outside of autocast (``force_fp32``); 3.x dropped that. :func:`install` finds

@@ -41,7 +41,7 @@ Mend = Callable[[Method], Optional[Method]]
 
 
 class _Switch:
-    """What is in force in this process.
+    """Keep what is in force in this process.
 
     Attributes:
         mode: One of :data:`MODES`.
@@ -55,7 +55,7 @@ class _Switch:
 
 
 class _Place(threading.local):
-    """Where this thread is.
+    """Keep where this thread is.
 
     Attributes:
         inside: Whether a region has begun: nothing is cast twice.
@@ -78,7 +78,7 @@ SWITCH = _Switch()
 @contextlib.contextmanager
 def switched(mode: str | None, device: str,
              parts: frozenset[int] = frozenset()) -> Iterator[None]:
-    """Let the regions count.
+    """Let the regions run in fp32.
 
     A global, not a context variable: checkpointed forwards run again in
     threads of autograd, and must find what they found before.
@@ -98,13 +98,13 @@ def switched(mode: str | None, device: str,
 
 
 def is_inside() -> bool:
-    """Whether this thread is in a region: nothing is cast again."""
+    """Tell if this thread is in a region: nothing is cast again."""
     return _PLACE.inside
 
 
 @not_compiled
 def enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call in a region: fp32 inputs, autocast off, nothing cast again.
+    """Call a function in a region: fp32 inputs, autocast off.
 
     Args:
         function: What to call.
@@ -121,7 +121,7 @@ def enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def in_region(original: Method) -> Method:
-    """All floating inputs in fp32, autocast off, the result as it is."""
+    """Run a method in fp32 in mode ``heads``; the result stays fp32."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def in_region(original: Method) -> Method:
 
 
 def fp32_loss(original: Method, mend: Mend) -> Method:
-    """The same for a loss, in either mode, by a formula that is finite."""
+    """Run a loss in fp32 in either mode, by a formula that is finite."""
     mended = mend(original) or original
 
     @functools.wraps(original)
@@ -148,7 +148,7 @@ def fp32_loss(original: Method, mend: Mend) -> Method:
 
 
 def exact(original: Method, mend: Mend) -> Method:
-    """In a region another formula, where there is one."""
+    """Use another formula in a region, where there is one."""
     mended = mend(original)
     if mended is None:
         return original
@@ -162,7 +162,7 @@ def exact(original: Method, mend: Mend) -> Method:
 
 
 def fp32_inputs(original: Method) -> Method:
-    """Fp32 inputs; what it is made of may run in half, as it likes."""
+    """Cast inputs to fp32, and keep autocast for what is called."""
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def fp32_inputs(original: Method) -> Method:
 
 
 def rounded(original: Method) -> Method:
-    """In fp32, the result in half again: what follows is convolved."""
+    """Run in fp32 and round the result to half: what follows is a layer."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def rounded(original: Method) -> Method:
 
 
 def _layers_besides(extractor: nn.Module) -> bool:
-    """Whether an extractor has convolutions of its own: they stay half."""
+    """Tell if an extractor has layers of its own: they stay half."""
     return any(name != 'roi_layers' for name in extractor._modules)
 
 
@@ -223,7 +223,7 @@ def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _is_region(function: Any, mark: str = MARK) -> bool:
-    """Whether a function, or one that it wraps, is so marked."""
+    """Tell if a function, or one that it wraps, is so marked."""
     while function is not None:
         # ``functools.wraps`` copies the mark of another function.
         if getattr(function, '__dict__', {}).get(mark) is function:

@@ -1,4 +1,4 @@
-"""What several modules need of torch and not every version offers.
+"""Tell what this torch can do, and stand in for what it lacks.
 
 Versions in which a name was seen to be there or missing stand beside it.
 """

@@ -15,7 +15,7 @@ _ABSENT: Any = object()
 
 
 class Replaced(NamedTuple):
-    """An attribute that is not the original right now.
+    """Name an attribute that is not the original right now.
 
     Attributes:
         owner: Who has replaced it.
@@ -29,7 +29,7 @@ class Replaced(NamedTuple):
 
 
 class _Layer:
-    """One replacement, with what it stands over."""
+    """Keep one replacement, with what it stands over."""
 
     def __init__(self, what: Replaced, make: Callable[[Any], Any]) -> None:
         self.what = what
@@ -120,7 +120,7 @@ def _restack(what: Replaced, index: int, old: Any, new: Any) -> None:
 
 
 class Patches:
-    """Replacements that are undone together, in reverse order.
+    """Replace attributes, and undo all of it in reverse order.
 
     As a context manager, at the end of the region. All methods may be called
     from any thread.
