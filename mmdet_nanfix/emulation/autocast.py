@@ -102,7 +102,6 @@ class _Installation:
                 if not AUTOCAST_BY_DEVICE:
                     # Scripted code would autocast by torch's own state.
                     self._scripted = torch._C._jit_set_autocast_mode(False)
-
         self._settle()
 
     def __exit__(self, *exc: Any) -> None:

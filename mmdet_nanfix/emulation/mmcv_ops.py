@@ -230,8 +230,7 @@ def _holding(held: Callable[[], Any]) -> Make:
 _THIRD = functools.partial(_widened, writes=(2, ))
 _FORWARDS: dict[str, Make] = {
     'roi_align_forward': _roi_align_forward,
-    'sigmoid_focal_loss_forward': functools.partial(
-        _focal, focal_loss),
+    'sigmoid_focal_loss_forward': functools.partial(_focal, focal_loss),
     'nms_rotated': _widened,
     'nms_quadri': _widened,
     'box_iou_rotated': _THIRD,
@@ -285,8 +284,8 @@ def _found(held: Callable[[], Any]) -> Iterator[tuple[Any, str, Make]]:
     yield (multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch',
            _in_emulation(_attention))
     for module, name in _NODES.items():
-        yield (getattr(sys.modules[f'mmcv.ops.{module}'], name), 'forward',
-               _holding(held))
+        yield (getattr(sys.modules.get(f'mmcv.ops.{module}'), name, None),
+               'forward', _holding(held))
     try:
         from mmdet.models.losses import FocalLoss
     except ImportError:
@@ -308,4 +307,6 @@ def patches(held: Callable[[], Any]) -> tuple[tuple[Any, str, Make], ...]:
         of one original always the same.
     """
     return tuple((place, name, functools.lru_cache(maxsize=2)(make))
-                 for place, name, make in _found(held))
+                 for place, name, make in _found(held)
+                 # Older versions lack some.
+                 if hasattr(place, name))
