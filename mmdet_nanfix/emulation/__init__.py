@@ -8,14 +8,16 @@ Loaded where half precision trains on a CPU, and never where a GPU does.
 ``autocast_switch``  torch's autocast, with ``cuda`` meaning the CPU
 ``op_lists``         CUDA autocast's lists of operations, by name
 ``kernels``          these lists as kernels
+``casting``          the casts in front of them, weights once a region
+``compound``         which half operation is computed in several steps
 ``sampling``         RoIAlign and deformable attention in half
-``mmcv_ops``         mmcv's compiled operations
+``focal_loss``       sigmoid focal loss with the CUDA kernel's faults
+``mmcv_ops``         these in the place of mmcv's own
 ===================  ======================================================
 """
 from __future__ import annotations
 
-from .autocast import cuda_autocast, installed, is_emulating, require
-from .kernels import computing
+from .autocast import cuda_autocast, require
+from .compound import computing
 
-__all__ = ['computing', 'cuda_autocast', 'installed', 'is_emulating',
-           'require']
+__all__ = ['computing', 'cuda_autocast', 'require']

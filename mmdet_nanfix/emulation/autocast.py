@@ -1,4 +1,4 @@
-"""Half precision on a CPU, with the numerics of CUDA autocast.
+"""Register CUDA's half precision on a CPU, and take it back.
 
 ``torch.autocast('cpu', torch.float16)`` keeps other lists of operations than
 CUDA's autocast, and native half convolutions on a CPU are about 30 times
@@ -8,15 +8,18 @@ autocast works, so that tensor methods, operators and C++ callers are covered
 alike.
 
 While they are registered, CUDA's autocast means the CPU's
-(:mod:`.autocast_switch`). Everything is taken back when the
-last :func:`cuda_autocast` region is left and the last graph is freed that
-has to enter one again (a checkpointed forward, a ``custom_bwd``). The
+(:mod:`.autocast_switch`), and mmcv's compiled operations are CUDA's
+(:mod:`.mmcv_ops`). Everything is taken back when the last
+:func:`cuda_autocast` region is left and the last graph is freed that has to
+enter one again (a checkpointed forward, a ``custom_bwd``) or goes back
+through one of these operations. The
 registration is the process's: until then a CPU autocast region of another
 thread has CUDA's lists too. A region object that was made *enabled* on a
 machine without a GPU before that has been turned off by torch itself.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import warnings
@@ -28,20 +31,23 @@ from ..torch_support import (
     AUTOCAST_BY_DEVICE,
     HALVES,
     HAS_HALF_ON_CPU,
-    destroy,
+    Patches,
 )
-from .autocast_switch import STATE, patches
-from .kernels import CastCache, half_kernels, stock_only
+from . import autocast_switch, mmcv_ops
+from .autocast_switch import STATE
+from .casting import CastCache
+from .kernels import destroy, half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
 
 
 class _Answer:
-    """An answer that keeps the registration while it is remembered.
+    """Answer a question, and keep the registration as long as that lives.
 
     A checkpointed forward and ``custom_fwd`` remember whether CUDA's
     autocast was on, to enter it again in the backward. The graph that
-    holds the answer so holds the registration. Nobody else gets it.
+    holds the answer so holds the registration. Nobody else gets it, but the
+    nodes of operations whose backward is ours.
     """
 
     def __init__(self, value: bool = True) -> None:
@@ -59,49 +65,74 @@ class _Answer:
     def __del__(self) -> None:
         # Whoever made it without __init__ acquired nothing.
         if self.__dict__.pop('_holds', False):
-            _INSTALLATION.__exit__()
+            _INSTALLATION.release()
 
 
 class _Installation:
-    """The registration and the patches, counted so that they may nest."""
+    """Count regions and graphs; register for the first, undo at the last."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._count = 0
+        self._released: collections.deque[None] = collections.deque()
         self._library: Any | None = None
         self._cache = CastCache()
         self._kernels: dict[str, Callable[..., Any]] = {}
         self._let_through: list[str] = []
-        self._originals: dict[Any, Any] = {}
+        # Below wrappers of the hosts' functions: it is the machine.
+        self._patches = Patches('emulation', innermost=True)
         self._scripted = True
 
     def __enter__(self) -> None:
         require()
+        # Imports, the first time: not while the lock is held.
+        of_mmcv = mmcv_ops.patches(_Answer)
         with self._lock:
             self._count += 1
             if self._count == 1:
                 self._register()
-                self._patch()
+                for patch in (*autocast_switch.patches(
+                        _Answer, self._cache.clear), *of_mmcv):
+                    self._patches.wrap(*patch)
                 if not AUTOCAST_BY_DEVICE:
                     # Scripted code would autocast by torch's own state.
                     self._scripted = torch._C._jit_set_autocast_mode(False)
+        self._settle()
 
     def __exit__(self, *exc: Any) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._library is not None:
-                if not AUTOCAST_BY_DEVICE:
-                    torch._C._jit_set_autocast_mode(self._scripted)
-                destroy(self._library)
-                self._library = None
-                self._cache.clear()
-                for (place, name), original in self._originals.items():
-                    setattr(place, name, original)
-                self._originals.clear()
+        self._released.append(None)
+        self._settle(wait=True)
+
+    def release(self) -> None:
+        """Leave, from a finalizer: it waits for no lock.
+
+        Whoever has the lock settles it afterwards.
+        """
+        self._released.append(None)
+        self._settle()
+
+    def _settle(self, wait: bool = False) -> None:
+        while self._released and self._lock.acquire(blocking=wait):
+            try:
+                while self._released:
+                    self._released.pop()
+                    self._count -= 1
+                if self._count == 0 and self._library is not None:
+                    self._take_back(self._library)
+            finally:
+                self._lock.release()
+
+    def _take_back(self, library: Any) -> None:
+        self._library = None
+        self._patches.undo()
+        if not AUTOCAST_BY_DEVICE:
+            torch._C._jit_set_autocast_mode(self._scripted)
+        destroy(library)
+        self._cache.clear()
 
     @property
     def active(self) -> bool:
-        """Whether the lists are registered."""
+        """Tell if the lists are registered."""
         return self._count > 0
 
     def _register(self) -> None:
@@ -124,13 +155,6 @@ class _Installation:
             self._library.impl(name, torch.library.fallthrough_kernel,
                                'AutocastCPU')
 
-    def _patch(self) -> None:
-        """Let the name ``cuda`` mean the CPU in all that concerns autocast."""
-        for place, name, make in patches(_Answer, self._cache.clear):
-            original = place.__dict__[name]
-            self._originals[place, name] = original
-            setattr(place, name, make(original))
-
 
 _INSTALLATION = _Installation()
 
@@ -144,16 +168,12 @@ def installed() -> ContextManager[None]:
 
 
 def is_emulating() -> bool:
-    """Whether what runs here stands for a GPU.
-
-    True in regions with autocast disabled too: which kernel a GPU takes does
-    not depend on autocast.
-    """
+    """Tell if CUDA's lists are registered in this process."""
     return _INSTALLATION.active
 
 
 def require() -> None:
-    """Stop where this torch cannot emulate half precision.
+    """Raise where this torch cannot emulate half precision.
 
     Raises:
         RuntimeError: It is torch 2.0.
@@ -165,7 +185,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def cuda_autocast(dtype: torch.dtype = torch.float16) -> Iterator[None]:
-    """Autocast on a CPU with the numerics of CUDA's autocast.
+    """Enter autocast on a CPU with the numerics of CUDA's autocast.
 
     Tensors carry the dtypes that a GPU would give them. Costs no read from
     the device, and about two milliseconds to register the lists.

@@ -1,4 +1,4 @@
-"""Torch's autocast, with the name ``cuda`` meaning the CPU.
+"""Let the name ``cuda`` mean the CPU in torch's autocast.
 
 While the emulation is registered, ``autocast('cuda')`` regions of the hosts
 mean the CPU, and questions about CUDA's autocast are answered for it.
@@ -20,11 +20,12 @@ import torch
 from torch.amp import autocast_mode
 from torch.cuda.amp import autocast_mode as cuda_autocast_mode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map
 
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
+from .casting import map_eligible
 
-__all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'patches']
+__all__ = ['STATE', 'autocast_dtype', 'autocast_is_on', 'in_emulation',
+           'patches']
 
 #: Where, which name, and how the replacement is made of the original.
 _Patch = Tuple[Any, str, Callable[[Any], Any]]
@@ -36,7 +37,7 @@ _FUNCTIONS: Any = autocast_mode if AUTOCAST_BY_DEVICE else cuda_autocast_mode
 
 
 class _State(threading.local):
-    """What this thread's autocast is about.
+    """Keep what torch cannot of this thread's autocast.
 
     Attributes:
         regions: How many emulated regions it is in.
@@ -65,6 +66,15 @@ def autocast_dtype() -> torch.dtype:
 def autocast_is_on() -> bool:
     """Tell if autocast is on in this thread, before torch 2.4."""
     return STATE.enabled if STATE.depth else _is_on_cpu()
+
+
+def in_emulation() -> bool:
+    """Tell if what this thread computes stands for a GPU's work.
+
+    In regions with autocast disabled too: which kernel a GPU takes does not
+    depend on autocast. So it is where a checkpointed forward runs again.
+    """
+    return STATE.regions > 0 or STATE.depth > 0
 
 
 def _gpu_dtype() -> torch.dtype:
@@ -96,7 +106,7 @@ def _cpu_region(original: Any) -> Any:
 
 
 def _cpu_enter(original: Any, held: Callable[[], Any]) -> Any:
-    """Regions that were made before the registration count too."""
+    """Enter regions that were made before the registration, too."""
 
     def __enter__(self: Any) -> Any:  # noqa: N807
         # Where torch keeps autocast on in a disabled region, that must not
@@ -137,7 +147,7 @@ def _regions(held: Callable[[], Any]) -> Iterator[_Patch]:
 
 
 class _TorchForFunctions:
-    """``torch`` as ``custom_fwd`` sees it: it remembers what it is told."""
+    """Stand for ``torch`` in ``custom_fwd``, which remembers answers."""
 
     def __init__(self, held: Callable[[], Any]) -> None:
         self._held = held
@@ -146,13 +156,16 @@ class _TorchForFunctions:
         return getattr(torch, name)
 
     def is_autocast_enabled(self, *device_type: str) -> Any:
-        """Whether autocast is on, as an answer that may be kept."""
+        """Tell if autocast is on, by an answer that may be kept."""
         on = torch.is_autocast_enabled(*device_type)
         return self._held() if on and device_type in ((), ('cuda', )) else on
 
 
 def _holding(held: Callable[[bool], Any]) -> Callable[[Any], Any]:
-    """Where it is off too, if torch cannot enter such a region again."""
+    """Give checkpoints answers that hold the registration.
+
+    Where autocast is off too, if torch cannot enter such a region again.
+    """
 
     def make(original: Any) -> Any:
 
@@ -168,7 +181,7 @@ def _holding(held: Callable[[bool], Any]) -> Callable[[Any], Any]:
 
 
 def _by_device() -> Iterator[_Patch]:
-    """Names of torch 2.4 and newer, which take the type of a device."""
+    """Yield names of torch 2.4 and newer, which take a type of device."""
 
     def cpu(device_type: str | None) -> str:
         return 'cpu' if device_type in (None, 'cuda') else str(device_type)
@@ -207,15 +220,12 @@ def _by_device() -> Iterator[_Patch]:
 
 
 def _by_name() -> Iterator[_Patch]:
-    """Names of older versions, which are about one device each."""
+    """Yield names of older versions, which are about one device each."""
 
     def cast(original: Any) -> Any:
 
         def _cast(value: Any, dtype: torch.dtype) -> Any:
-            return tree_map(
-                lambda item: item.to(dtype) if isinstance(
-                    item, torch.Tensor) and item.is_floating_point() and (
-                        item.dtype != torch.float64) else item, value)
+            return map_eligible(lambda tensor: tensor.to(dtype), value)
 
         return _cast
 

@@ -1,4 +1,4 @@
-"""CUDA autocast's lists of operations, as kernels for a CPU.
+"""Make kernels for a CPU of CUDA autocast's lists of operations.
 
 Each kernel is what the header of the lists (:mod:`.op_lists`)
 says of its list, with one difference: an operation that a GPU
@@ -19,10 +19,8 @@ and round then.
 """
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from typing import Any, Callable, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, Iterable, List, Tuple
 
 import torch
 from torch import Tensor
@@ -30,12 +28,14 @@ from torch import Tensor
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 from . import op_lists
 from .autocast_switch import autocast_dtype, autocast_is_on
+from .casting import CastCache, dtypes_of, eligible, map_eligible
+from .compound import as_one
 
-__all__ = ['CastCache', 'computing', 'half_kernels', 'stock_only']
+__all__ = ['destroy', 'half_kernels', 'stock_only']
 
 
 def _below_autocast() -> Any:
-    """Region whose operations autocast has no say in."""
+    """Enter a region whose operations autocast has no say in."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
@@ -44,107 +44,12 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 Kernel = Callable[..., Any]
 Lists = List[Tuple[Iterable[str], Callable[[Kernel], Kernel]]]
 
-
-class _Computing(threading.local):
-    """The half operation that this thread computes in several steps."""
-
-    name: str | None = None
-    count = 0
+_single = functools.partial(map_eligible, Tensor.float)
 
 
-_COMPUTING = _Computing()
-
-
-def computing() -> tuple[str | None, int]:
-    """Name of the half operation that is being computed, or None.
-
-    With it a number that tells one call from the next.
-
-    What it is made of here (products in fp32, a rounding) is one operation
-    on a GPU; the rounding of an fp32 input in front of it is another.
-    """
-    return _COMPUTING.name, _COMPUTING.count
-
-
-@contextlib.contextmanager
-def _as_one(name: str) -> Iterator[None]:
-    """Region whose operations are one on a GPU."""
-    outer, _COMPUTING.name = _COMPUTING.name, name
-    _COMPUTING.count += 1
-    try:
-        yield
-    finally:
-        _COMPUTING.name = outer
-
-
-class CastCache:
-    """Half copies of weights, one a weight and autocast region.
-
-    A weight that is used several times in a region, as in a head shared by
-    feature levels, is rounded once. Its gradients meet at that copy and are
-    summed in half: the sum can overflow where no part does. CUDA's cache
-    holds leaves that need a gradient, and nothing else; a copy made without
-    gradients would cut the weight off from a later use with them.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def clear(self) -> None:
-        """Forget all copies; autocast does so at the end of a region."""
-        self._copies.clear()
-
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in half; float64 is not for this."""
-        if tensor.dtype == dtype:
-            return tensor
-        if not (tensor.requires_grad and tensor.is_leaf
-                and tensor.dtype == torch.float32 and not tensor._is_view()
-                and torch.is_autocast_cache_enabled()
-                and torch.is_grad_enabled()):
-            return tensor.to(dtype)
-        # By its address, which is not given away while the tensor is kept: a
-        # kernel gets another Python object in each call (seen in 2.1.2).
-        _, copy = self._copies.get(tensor._cdata, (None, None))
-        if copy is None or copy.dtype != dtype:
-            copy = tensor.to(dtype)
-            self._copies[tensor._cdata] = (tensor, copy)
-        return copy
-
-
-def _eligible(value: Any) -> bool:
-    """Floating tensors on a CPU but fp64, which autocast leaves."""
-    return (isinstance(value, Tensor) and value.is_floating_point()
-            and value.dtype != torch.float64 and value.device.type == 'cpu')
-
-
-def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply to every eligible tensor."""
-    if isinstance(value, Tensor):
-        return function(value) if _eligible(value) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(function, item) for item in value)
-    return value
-
-
-def _cast(args: Any, kwargs: dict[str, Any],
-          function: Callable[[Tensor], Tensor]
-          ) -> tuple[Any, dict[str, Any]]:
-    return (tuple(_map(function, value) for value in args),
-            {key: _map(function, value) for key, value in kwargs.items()})
-
-
-def _dtypes(*values: Any) -> set[torch.dtype]:
-    """Return the dtypes of the eligible tensors among arguments."""
-    found = set()
-
-    def look(tensor: Tensor) -> Tensor:
-        found.add(tensor.dtype)
-        return tensor
-
-    for value in values:
-        _map(look, list(value.values()) if isinstance(value, dict) else value)
-    return found
+def _to(dtype: torch.dtype, out: Any) -> Any:
+    """Round the eligible tensors among results."""
+    return map_eligible(lambda tensor: tensor.to(dtype), out)
 
 
 def _lower(op: Kernel, cache: CastCache) -> Kernel:
@@ -159,11 +64,11 @@ def _lower(op: Kernel, cache: CastCache) -> Kernel:
                 seen.append(True)
                 return cache.cast(tensor, dtype)
 
-            args, kwargs = _cast(args, kwargs, rounded)
-            with _as_one(name):
-                args, kwargs = _cast(args, kwargs, Tensor.float)
+            args, kwargs = map_eligible(rounded, (args, kwargs))
+            with as_one(name):
+                args, kwargs = _single((args, kwargs))
                 out = op(*args, **kwargs)
-                return _map(lambda t: t.to(dtype), out) if seen else out
+                return _to(dtype, out) if seen else out
 
     return kernel
 
@@ -172,7 +77,7 @@ def _fp32(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            args, kwargs = _cast(args, kwargs, Tensor.float)
+            args, kwargs = _single((args, kwargs))
             return op(*args, **kwargs)
 
     return kernel
@@ -183,7 +88,7 @@ def _fp32_output(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            if _eligible(args[0]) and kwargs.get('dtype') is None:
+            if eligible(args[0]) and kwargs.get('dtype') is None:
                 dtype_at = _positional_dtype(op)
                 if dtype_at is not None and len(args) > dtype_at:
                     if args[dtype_at] is not None:
@@ -200,7 +105,7 @@ def _fp32_output(op: Kernel) -> Kernel:
 
 @functools.lru_cache(maxsize=None)
 def _positional_dtype(op: Any) -> int | None:
-    """Index of ``dtype`` where it may be passed by position."""
+    """Return the index of ``dtype`` where it may be passed by position."""
     for index, argument in enumerate(op._schema.arguments):
         if argument.name == 'dtype' and not argument.kwarg_only:
             return index
@@ -212,7 +117,7 @@ def _fp32_append(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            if not _eligible(args[0]):
+            if not eligible(args[0]):
                 return op(*args, **kwargs)
             args = (*args, *(() if len(args) > 1 else (2,)))
             if _name(op) == 'norm.ScalarOpt_dim' and len(args) < 4:
@@ -229,14 +134,14 @@ def _promote(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            dtypes = _dtypes(args, kwargs)
+            dtypes = dtypes_of(args, kwargs)
             if not dtypes <= {torch.float32, autocast_dtype()}:
                 raise RuntimeError(
                     'Expected floating inputs to be fp32 or '
                     f'{autocast_dtype()} under CUDA autocast, and so under '
                     f'its emulation, but got {sorted(map(str, dtypes))}')
             if len(dtypes) > 1:
-                args, kwargs = _cast(args, kwargs, Tensor.float)
+                args, kwargs = _single((args, kwargs))
             return inside(*args, **kwargs)
 
     return kernel
@@ -283,7 +188,7 @@ def _fp32_inside(op: Kernel) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            dtypes = _dtypes(args, kwargs)
+            dtypes = dtypes_of(args, kwargs)
             named = next((value for value in (*args, *kwargs.values())
                           if isinstance(value, torch.dtype)), None)
             if named is None:
@@ -293,11 +198,11 @@ def _fp32_inside(op: Kernel) -> Kernel:
             if not is_half:
                 return op(*args, **kwargs)
             (dtype, ) = dtypes if named is None else {named}
-            with _as_one(name):
-                args, kwargs = _cast(args, kwargs, Tensor.float)
+            with as_one(name):
+                args, kwargs = _single((args, kwargs))
                 out = op(*map(single, args), **{
                     key: single(value) for key, value in kwargs.items()})
-                return _map(lambda tensor: tensor.to(dtype), out)
+                return _to(dtype, out)
 
     return kernel
 
@@ -308,11 +213,11 @@ def _in_place(op: Kernel) -> Kernel:
 
     def kernel(first: Any, *args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            dtypes = _dtypes((first, *args), kwargs)
+            dtypes = dtypes_of(first, args, kwargs)
             if len(dtypes) != 1 or not dtypes <= set(HALVES):
                 return op(first, *args, **kwargs)
-            with _as_one(name):
-                args, kwargs = _cast(args, kwargs, Tensor.float)
+            with as_one(name):
+                args, kwargs = _single((args, kwargs))
                 return first.copy_(op(first.float(), *args, **kwargs))
 
     return kernel
@@ -337,22 +242,22 @@ def _norm(op: Kernel) -> Kernel:
     def kernel(input: Any, *args: Any) -> Any:  # noqa: A002
         # They are weight, bias, mean, variance and settings.
         with _below_autocast():
-            if not _eligible(input) or (AUTOCAST_BY_DEVICE
-                                        and args[0] is not None):
+            if not eligible(input) or (AUTOCAST_BY_DEVICE
+                                       and args[0] is not None):
                 return op(input, *args)
-            with _as_one('native_batch_norm'):
-                wide = [_map(Tensor.float, value) for value in args[:4]]
+            with as_one('native_batch_norm'):
+                wide = _single(args[:4])
                 out = op(input.float(), *wide, *args[4:])
                 for kept, value in zip(args[2:4], wide[2:]):
                     if value is not None and kept.dtype != value.dtype:
                         kept.copy_(value)
-                return _map(lambda tensor: tensor.to(input.dtype), out)
+                return _to(input.dtype, out)
 
     return kernel
 
 
 def stock_only(kernels: Iterable[str]) -> list[str]:
-    """Overloads on the lists of the CPU's own autocast alone.
+    """Return the overloads on the lists of the CPU's own autocast alone.
 
     Args:
         kernels: Overloads that CUDA's lists have.
@@ -366,7 +271,7 @@ def stock_only(kernels: Iterable[str]) -> list[str]:
 
 
 def half_kernels(cache: CastCache) -> dict[str, Kernel]:
-    """Every overload that this torch has, with the kernel it gets.
+    """Return a kernel for each overload that this torch has.
 
     Args:
         cache: Half copies of weights.
@@ -400,3 +305,13 @@ def half_kernels(cache: CastCache) -> dict[str, Kernel]:
             kernels[name] = kernel if AUTOCAST_BY_DEVICE else (
                 not_compiled(kernel))
     return kernels
+
+
+def destroy(library: Any) -> None:
+    """Take back what a ``torch.library.Library`` has registered.
+
+    The caller drops it: where it cannot be told to (2.1.2), its registrations
+    live as long as the object does.
+    """
+    if hasattr(library, '_destroy'):
+        library._destroy()

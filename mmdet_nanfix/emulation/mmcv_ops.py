@@ -1,4 +1,4 @@
-"""mmcv's compiled operations on a CPU, as their CUDA kernels compute them.
+"""Compute mmcv's compiled operations on a CPU as their CUDA kernels do.
 
 Most of mmcv's CPU kernels are CUDA's own code with another loop and take
 half as they do: deformable and modulated convolution, rotated RoIAlign, NMS
@@ -26,27 +26,30 @@ that differ are mended here:
 * voxelization takes half on a CPU only: refused. bfloat16 is refused where
   mmcv has no CUDA kernel for it.
 
-Sources: ``sigmoid_focal_loss_cuda_kernel.cuh`` and
-``multi_scale_deform_attn.py`` of mmcv 2.1.0.
+They are patched while the emulation is registered, and count in emulated
+regions alone: any other call is mmcv's own. The backward of a graph is whose
+its forward was, so the graph keeps the registration.
+
+Source: ``multi_scale_deform_attn.py`` of mmcv 2.1.0.
 """
 from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
-from mmcv.ops import multi_scale_deform_attn
-from mmcv.utils import ext_loader
 from torch import Tensor
 
 from ..torch_support import AUTOCAST_BY_DEVICE
-from .autocast import is_emulating
+from .autocast_switch import in_emulation
+from .focal_loss import focal_loss, focal_loss_backward
 from .sampling import deformable_attention, roi_align, roi_align_backward
 
-__all__ = ['emulate_losses', 'emulate_ops']
+__all__ = ['patches']
 
 Op = Callable[..., Any]
+Make = Callable[[Any], Any]
 
 
 def _is_half(*tensors: Any) -> bool:
@@ -59,14 +62,14 @@ def _is_single(tensor: Tensor) -> bool:
 
 
 def _places(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """The kernel's settings in the order of :func:`.roi_align`."""
+    """Return the settings in the order of :func:`.roi_align`."""
     return ((settings['aligned_height'], settings['aligned_width']),
             settings['spatial_scale'], settings['sampling_ratio'],
             settings['aligned'])
 
 
 # Shape of the empty argmax of average pooling where we have pooled: its
-# backward runs when nothing tells any more that a GPU was meant.
+# backward may run outside of the region.
 _OURS = (0, 1)
 
 
@@ -76,8 +79,8 @@ def _roi_align_forward(op: Op) -> Op:
     def call(input: Tensor, rois: Tensor, output: Tensor,  # noqa: A002
              argmax_y: Tensor, argmax_x: Tensor, **settings: Any) -> None:
         ours = len(rois) and settings['pool_mode'] == 1 and (
-            _is_half(input) and _is_half(rois) or is_emulating()
-            and _is_single(input) and _is_single(rois))
+            _is_half(input) and _is_half(rois)
+            or _is_single(input) and _is_single(rois))
         if not ours:
             op(input, rois, output, argmax_y, argmax_x, **settings)
         else:
@@ -122,7 +125,7 @@ def _refusing(op: Op) -> Op:
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_half(*args) and is_emulating():
+        if _is_half(*args):
             raise RuntimeError(f"{op.__name__} is not implemented for 'Half' "
                                'under CUDA, and so under its emulation')
         return op(*args, **kwargs)
@@ -131,78 +134,22 @@ def _refusing(op: Op) -> Op:
 
 
 def _refuse_bfloat16(name: str, *tensors: Tensor) -> None:
-    """What mmcv's CUDA kernels do, which have no such type."""
+    """Raise for bfloat16, which mmcv's CUDA kernels do not have."""
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
         raise RuntimeError(f"{name} is not implemented for 'BFloat16' under "
                            'CUDA, and so under its emulation')
 
 
-def _focal_terms(input: Tensor, target: Tensor,  # noqa: A002
-                 gamma: float, alpha: float) -> tuple[Tensor, ...]:
-    """What both kernels start with, each value of the input's dtype.
-
-    In half, gamma and alpha are rounded too, and ``FLT_MIN`` is 0, so that
-    log(0) is reached from a logit of 8.4 on.
-    """
-    dtype = input.dtype
-    classes = torch.arange(input.size(1), device=input.device)
-    positive = (target[:, None] == classes).to(dtype)
-    p = (1. / (1. + torch.exp(-input.float()))).to(dtype)
-    q = (1. - p.float()).to(dtype)
-    smallest = torch.tensor(torch.finfo(torch.float32).tiny).to(dtype)
-    log_p = torch.log(torch.maximum(p, smallest).float())
-    log_q = torch.log(torch.maximum(q, smallest).float())
-    g, a = (torch.tensor(value).to(dtype) for value in (gamma, alpha))
-    return positive, p, q, log_p, log_q, g, a
-
-
-def _focal_sum(positive: Tensor, alpha: Tensor, term_p: Tensor,
-               term_n: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``0 - [c = t] alpha term_p - [c != t] (1 - alpha) term_n``.
-
-    Both products are formed whatever the label, so that a term of inf is
-    NaN where its flag is 0.
-    """
-    dtype = positive.dtype
-    out = -positive * alpha * term_p.to(dtype)
-    out = out + -(1 - positive) * (1 - alpha) * term_n.to(dtype)
-    return out * weight[target][:, None] if weight.numel() else out
-
-
-def _focal_forward(op: Op) -> Op:
+def _focal(compute: Callable[..., Tensor], op: Op) -> Op:
 
     @functools.wraps(op)
     def call(input: Tensor, target: Tensor, weight: Tensor,  # noqa: A002
-             output: Tensor, *, gamma: float, alpha: float) -> None:
+             out: Tensor, *, gamma: float, alpha: float) -> None:
         if input.device.type != 'cpu':
-            op(input, target, weight, output, gamma=gamma, alpha=alpha)
+            op(input, target, weight, out, gamma=gamma, alpha=alpha)
             return
-        _refuse_bfloat16('sigmoid_focal_loss_forward', input)
-        positive, p, q, log_p, log_q, g, a = _focal_terms(
-            input, target, gamma, alpha)
-        term_p = q.float().pow(g.float()) * log_p
-        term_n = p.float().pow(g.float()) * log_q
-        output.copy_(_focal_sum(positive, a, term_p, term_n, weight, target))
-
-    return call
-
-
-def _focal_backward(op: Op) -> Op:
-
-    @functools.wraps(op)
-    def call(input: Tensor, target: Tensor, weight: Tensor,  # noqa: A002
-             grad_input: Tensor, *, gamma: float, alpha: float) -> None:
-        if input.device.type != 'cpu':
-            op(input, target, weight, grad_input, gamma=gamma, alpha=alpha)
-            return
-        positive, p, q, log_p, log_q, g, a = _focal_terms(
-            input, target, gamma, alpha)
-        term_p = q.float().pow(g.float()) * (
-            q.float() - (g * p).float() * log_p)
-        term_n = p.float().pow(g.float()) * (
-            (g * q).float() * log_q - p.float())
-        grad_input.copy_(
-            _focal_sum(positive, a, term_p, term_n, weight, target))
+        _refuse_bfloat16(op.__name__, input)
+        out.copy_(compute(input, target, weight, gamma, alpha))
 
     return call
 
@@ -213,9 +160,8 @@ def _attention(original: Op) -> Op:
     def call(value: Tensor, value_spatial_shapes: Tensor,
              sampling_locations: Tensor,
              attention_weights: Tensor) -> Tensor:
-        if is_emulating():
-            _refuse_bfloat16('ms_deform_attn_forward', value)
-        if not (is_emulating() and _is_half(value)):
+        _refuse_bfloat16('ms_deform_attn_forward', value)
+        if not _is_half(value):
             return original(value, value_spatial_shapes, sampling_locations,
                             attention_weights)
         # type_as, as on the CUDA path.
@@ -238,8 +184,7 @@ def _focal_loss(original: Op) -> Op:
                 avg_factor: Any = None,
                 reduction_override: str | None = None) -> Tensor:
         labels = pred.dim() != target.dim()
-        if not (is_emulating() and self.use_sigmoid and labels
-                and not self.activated):
+        if self.activated or not (self.use_sigmoid and labels):
             return original(self, pred, target, weight, avg_factor,
                             reduction_override)
         return self.loss_weight * module.sigmoid_focal_loss(
@@ -250,66 +195,118 @@ def _focal_loss(original: Op) -> Op:
     return forward
 
 
-def _replace(place: Any, name: str, make: Callable[[Op], Op]) -> None:
-    op = getattr(place, name)
-    if not getattr(op, 'of_mmdet_nanfix', False):
-        op = make(op)
-        op.of_mmdet_nanfix = True  # type: ignore[attr-defined]
-        setattr(place, name, op)
+def _in_emulation(make: Make) -> Make:
+    """Let a replacement count in emulated regions alone."""
+
+    def made(original: Op) -> Op:
+        ours = make(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (ours if in_emulation() else original)(*args, **kwargs)
+
+        return call
+
+    return made
 
 
-# Operations that multiply matrices of their inputs' dtype, and the arguments
-# that they fill.
-_GEMM_IN_HALF = {
-    'deform_conv_forward': (3, ),
-    'deform_conv_backward_input': (3, 4),
-    'deform_conv_backward_parameters': (3, ),
-    'modulated_deform_conv_forward': (6, ),
-    'modulated_deform_conv_backward': (7, 8, 9, 10, 11),
+def _holding(held: Callable[[], Any]) -> Make:
+    """Let a node of the graph keep the registration for its backward."""
+
+    def make(original: Any) -> Any:
+        function: Op = getattr(original, '__func__', original)
+
+        @functools.wraps(function)
+        def forward(ctx: Any, *args: Any) -> Any:
+            if in_emulation():
+                ctx.nanfix_registration = held()
+            return function(ctx, *args)
+
+        return staticmethod(forward)
+
+    return make
+
+
+_THIRD = functools.partial(_widened, writes=(2, ))
+_FORWARDS: dict[str, Make] = {
+    'roi_align_forward': _roi_align_forward,
+    'sigmoid_focal_loss_forward': functools.partial(_focal, focal_loss),
+    'nms_rotated': _widened,
+    'nms_quadri': _widened,
+    'box_iou_rotated': _THIRD,
+    'box_iou_quadri': _THIRD,
+    'rotated_feature_align_forward': _THIRD,
+    'hard_voxelize_forward': _refusing,
+    'dynamic_voxelize_forward': _refusing,
 }
+_BACKWARDS: dict[str, Make] = {
+    'roi_align_backward': _roi_align_backward,
+    'sigmoid_focal_loss_backward': functools.partial(
+        _focal, focal_loss_backward),
+    'rotated_feature_align_backward': _THIRD,
+}
+# Whose backward is one of these, by module.
+_NODES = {
+    'focal_loss': 'SigmoidFocalLossFunction',
+    'roi_align': 'RoIAlignFunction',
+    'rotated_feature_align': 'RotatedFeatureAlignFunction',
+}
+if not AUTOCAST_BY_DEVICE:
+    # They multiply matrices of their inputs' dtype.
+    _FORWARDS.update({
+        'deform_conv_forward': functools.partial(_widened, writes=(3, )),
+        'modulated_deform_conv_forward': functools.partial(
+            _widened, writes=(6, )),
+    })
+    _BACKWARDS.update({
+        'deform_conv_backward_input': functools.partial(
+            _widened, writes=(3, 4)),
+        'deform_conv_backward_parameters': functools.partial(
+            _widened, writes=(3, )),
+        'modulated_deform_conv_backward': functools.partial(
+            _widened, writes=(7, 8, 9, 10, 11)),
+    })
+    _NODES.update(deform_conv='DeformConv2dFunction',
+                  modulated_deform_conv='ModulatedDeformConv2dFunction')
 
 
-def emulate_ops() -> None:
-    """Make the operations above compute on a CPU as they do under CUDA.
+def _found(held: Callable[[], Any]) -> Iterator[tuple[Any, str, Make]]:
+    try:
+        from mmcv import _ext
+        from mmcv.ops import multi_scale_deform_attn
+    except ImportError:
+        # mmcv-lite has no compiled operations.
+        return
+    for name, make in {**_BACKWARDS, **{
+            name: _in_emulation(make)
+            for name, make in _FORWARDS.items()}}.items():
+        yield _ext, name, make
+    yield (multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch',
+           _in_emulation(_attention))
+    for module, name in _NODES.items():
+        yield (getattr(sys.modules.get(f'mmcv.ops.{module}'), name, None),
+               'forward', _holding(held))
+    try:
+        from mmdet.models.losses import FocalLoss
+    except ImportError:
+        return
+    yield FocalLoss, 'forward', _in_emulation(_focal_loss)
 
-    Outside of emulated regions fp32 calls go through unchanged. Doing it
-    twice does nothing more.
 
-    Raises:
-        ImportError: mmcv was installed without its operations.
+@functools.lru_cache(maxsize=1)
+def patches(held: Callable[[], Any]) -> tuple[tuple[Any, str, Make], ...]:
+    """Return what is replaced in mmcv and mmdet, where they are installed.
+
+    They are imported for it, in the first call.
+
+    Args:
+        held: Returns what keeps the registration while it is referred to.
+
+    Returns:
+        Where, which name, and how the replacement is made of the original;
+        of one original always the same.
     """
-    third = functools.partial(_widened, writes=(2, ))
-    compiled: dict[str, Callable[[Op], Op]] = {
-        'roi_align_forward': _roi_align_forward,
-        'roi_align_backward': _roi_align_backward,
-        'sigmoid_focal_loss_forward': _focal_forward,
-        'sigmoid_focal_loss_backward': _focal_backward,
-        'nms_rotated': _widened,
-        'nms_quadri': _widened,
-        'box_iou_rotated': third,
-        'box_iou_quadri': third,
-        'rotated_feature_align_forward': third,
-        'rotated_feature_align_backward': third,
-        'hard_voxelize_forward': _refusing,
-        'dynamic_voxelize_forward': _refusing,
-    }
-    if not AUTOCAST_BY_DEVICE:
-        compiled.update({
-            name: functools.partial(_widened, writes=writes)
-            for name, writes in _GEMM_IN_HALF.items()})
-    module = ext_loader.load_ext('_ext', list(compiled))
-    for name, make in compiled.items():
-        _replace(module, name, make)
-    _replace(multi_scale_deform_attn, 'multi_scale_deformable_attn_pytorch',
-             _attention)
-
-
-def emulate_losses() -> None:
-    """Make mmdet's ``FocalLoss`` take its CUDA path in emulated regions.
-
-    Raises:
-        ImportError: mmdet is not installed.
-    """
-    from mmdet.models.losses import FocalLoss
-
-    _replace(FocalLoss, 'forward', _focal_loss)
+    return tuple((place, name, functools.lru_cache(maxsize=2)(make))
+                 for place, name, make in _found(held)
+                 # Older versions lack some.
+                 if hasattr(place, name))

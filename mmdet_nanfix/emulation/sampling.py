@@ -1,4 +1,4 @@
-"""Bilinear sampling of feature maps, as mmcv's CUDA kernels do it.
+"""Sample feature maps bilinearly, as mmcv's CUDA kernels do.
 
 Where a kernel samples, and with which weights, is computed in its dtype, step
 by step like in the kernel; what it reads there is summed in fp32, by an
@@ -26,7 +26,7 @@ _SAMPLES_AT_ONCE = 1 << 18
 def _bins(rois: Tensor, size: tuple[int, int], spatial_scale: float,
           sampling_ratio: int, aligned: bool
           ) -> tuple[Tensor, Tensor, Tensor]:
-    """Start and bin size, and samples a side of a bin.
+    """Return start and bin size, and samples a side of a bin.
 
     Each ``(n, 2)``, in the order y, x.
     """
@@ -46,7 +46,7 @@ def _bins(rois: Tensor, size: tuple[int, int], spatial_scale: float,
 
 
 def _parts(rois: Tensor, *places: Any) -> Iterator[slice]:
-    """Runs of RoIs with a bounded number of samples, at least one each."""
+    """Yield runs of RoIs with a bounded number of samples, or of one RoI."""
     size = places[0]
     samples = _bins(rois, *places)[2].prod(1) * (size[0] * size[1])
     begin = total = 0
@@ -61,7 +61,7 @@ def _parts(rois: Tensor, *places: Any) -> Iterator[slice]:
 def _sampling(rois: Tensor, shape: Sequence[int], size: tuple[int, int],
               spatial_scale: float, sampling_ratio: int, aligned: bool
               ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where RoIAlign's kernel samples, and with which weights.
+    """Return where RoIAlign's kernel samples, and with which weights.
 
     RoIs, bins, sampling points and weights are computed in the RoIs' dtype.
     In half a coordinate above 256 has steps of 0.25 pixels of the feature
@@ -122,7 +122,7 @@ def _sampling(rois: Tensor, shape: Sequence[int], size: tuple[int, int],
 
 def _weighted_rows(table: Tensor, rows: Tensor, weights: Tensor,
                    into: Tensor, size: int) -> Tensor:
-    """``out[into] += weights * table[rows]`` in fp32; ``into`` ascends."""
+    """Sum ``weights * table[rows]`` by ``into`` in fp32; it ascends."""
     counts = torch.bincount(into, minlength=size)
     return functional.embedding_bag(
         rows, table, counts.cumsum(0) - counts, mode='sum',
@@ -131,7 +131,7 @@ def _weighted_rows(table: Tensor, rows: Tensor, weights: Tensor,
 
 def roi_align(features: Tensor, rois: Tensor, out: Tensor,
               *places: Any) -> None:
-    """RoIAlign with average pooling.
+    """Compute RoIAlign with average pooling.
 
     Args:
         features: ``(batch, channels, height, width)``, half or fp32.
@@ -156,7 +156,7 @@ def roi_align(features: Tensor, rois: Tensor, out: Tensor,
 
 def roi_align_backward(grad: Tensor, rois: Tensor, shape: Sequence[int],
                        *places: Any) -> Tensor:
-    """Gradient of :func:`roi_align` for the features, fp32.
+    """Return the gradient of :func:`roi_align` for the features, fp32.
 
     Args:
         grad: ``(n, channels, height, width)`` of the bins, half or fp32.
@@ -178,7 +178,7 @@ def roi_align_backward(grad: Tensor, rois: Tensor, shape: Sequence[int],
 
 def _neighbours(locations: Tensor, shapes: Sequence[tuple[int, int]]
                 ) -> tuple[Tensor, Tensor]:
-    """What deformable attention's half kernel reads, and its weights.
+    """Return what deformable attention's half kernel reads, and weights.
 
     A point that is not inside a level by less than one pixel, or not finite,
     is passed over, and so is a neighbour outside.
@@ -219,7 +219,7 @@ def _neighbours(locations: Tensor, shapes: Sequence[tuple[int, int]]
 
 def deformable_attention(value: Tensor, shapes: Sequence[tuple[int, int]],
                          locations: Tensor, attention: Tensor) -> Tensor:
-    """Multi-scale deformable attention; autograd goes through it.
+    """Compute multi-scale deformable attention; autograd goes through it.
 
     Args:
         value: ``(batch, keys, heads, channels)``, half.

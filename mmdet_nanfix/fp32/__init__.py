@@ -2,7 +2,8 @@
 
 =================  ========================================================
 ``control``        the one way in: what runs in fp32 right now
-``regions``        methods of heads, losses and assigners
+``regions``        which methods: of heads, losses and assigners
+``wrapping``       how these are wrapped, and what is in force
 ``modules``        whole modules: a head, a neck, a stage
 ``introspect``     which methods and modules of a model compute losses
 ``cast``           half tensors in any nesting, as fp32 copies
@@ -15,8 +16,8 @@ from __future__ import annotations
 from .cast import in_fp32
 from .control import PrecisionControl
 from .introspect import loss_modules, names_in
-from .regions import MARK, MODES
 from .score_losses import finite_forward
+from .wrapping import MARK, MODES
 
 __all__ = [
     'MARK', 'MODES', 'PrecisionControl', 'finite_forward', 'in_fp32',

@@ -1,4 +1,4 @@
-"""Formulas of IoU losses that are finite where the host's divide by 0.
+"""Compute IoU losses that are finite where the host's divide by 0.
 
 CIoU of boxes that coincide, SIoU of boxes without a width and bounded IoU of
 boxes turned inside out divide 0 by 0, or by 0. Each formula takes boxes as
@@ -15,7 +15,7 @@ __all__ = ['bounded_iou', 'ciou', 'siou']
 
 
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """A quotient; over 0 a large constant of its sign, and 0 for 0 / 0."""
+    """Divide; over 0 a large constant of its sign, and 0 for 0 / 0."""
     zero = denominator == 0
     large = numerator.sign() * torch.full_like(denominator, 1e6).copysign(
         denominator)
@@ -28,7 +28,7 @@ def _sizes(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _overlap(pred: Tensor, target: Tensor, eps: float) -> Tensor:
-    """IoU of each pair of boxes."""
+    """Return the IoU of each pair of boxes."""
     low = torch.max(pred[:, :2], target[:, :2])
     high = torch.min(pred[:, 2:], target[:, 2:])
     sides = (high - low).clamp(min=0)
@@ -39,13 +39,13 @@ def _overlap(pred: Tensor, target: Tensor, eps: float) -> Tensor:
 
 
 def _enclosing(pred: Tensor, target: Tensor, least: float) -> Tensor:
-    """Width and height of the box around each pair, ``(n, 2)``."""
+    """Return width and height of the box around each pair, ``(n, 2)``."""
     return (torch.max(pred[:, 2:], target[:, 2:])
             - torch.min(pred[:, :2], target[:, :2])).clamp(min=least)
 
 
 def _between(pred: Tensor, target: Tensor) -> Tensor:
-    """From the centre of each predicted box to that of its target.
+    """Return the way from each predicted centre to that of its target.
 
     Exactly 0 for boxes that share it, so that ``abs`` has no gradient.
     """

@@ -1,4 +1,4 @@
-"""Full precision inside of autocast.
+"""Cast half tensors to fp32, and leave autocast.
 
 What a loss or a matching cost computes in half is what most often becomes
 non-finite: ``log``, ``exp`` and squares leave half's range, an eps below 6e-8
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..torch_support import HALVES
+from ..torch_support import HALVES, tensors
 
 __all__ = [
     'WideSigmoid', 'in_fp32', 'widened', 'without_autocast'
@@ -32,7 +32,7 @@ _LONG = 1000
 
 
 def widened(value: Any) -> Any:
-    """The same value with half tensors in fp32; autograd goes through.
+    """Return the same value with half tensors in fp32, in the same graph.
 
     A tensor that comes twice is cast once, and stays one.
 
@@ -97,26 +97,16 @@ def _wide_copy(value: Any, known: dict[int, Any], depth: int) -> Any:
 
 def _changed(items: dict[Any, Any], known: dict[int, Any],
              depth: int) -> dict[Any, Any]:
-    """What is another object in fp32, by key or attribute."""
+    """Return what is another object in fp32, by key or attribute."""
     wide = {key: _widened(item, known, depth - 1)
             for key, item in items.items()}
     return {key: value for key, value in wide.items()
             if value is not items[key]}
 
 
-def _devices(value: Any) -> set[str]:
-    if isinstance(value, Tensor):
-        return {value.device.type}
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(_devices, value))
-    return set()
-
-
 @contextlib.contextmanager
 def without_autocast(*devices: str) -> Iterator[None]:
-    """Region with autocast off.
+    """Enter a region with autocast off.
 
     Args:
         *devices: Device types, such as ``cuda``.
@@ -136,13 +126,14 @@ def in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             passed as an fp32 copy.
         **kwargs: Likewise.
     """
-    with without_autocast(*sorted(_devices((args, kwargs)))):
+    devices = {tensor.device.type for tensor in tensors((args, kwargs))}
+    with without_autocast(*sorted(devices)):
         args, kwargs = widened((args, kwargs))
         return function(*args, **kwargs)
 
 
 class WideSigmoid(TorchFunctionMode):
-    """Region in which some code computes ``sigmoid`` in fp32, like softmax.
+    """Compute ``sigmoid`` of some code in fp32, like softmax, for a region.
 
     Autocast leaves it half. There a logit of 8.4 gives 1, so that the log of
     what is missing to 1 is lost, and with it the gradient.

@@ -16,11 +16,11 @@ _NO_MODULES = ('losses', 'heads', 'all', 'bfloat16')
 
 
 class PrecisionControl:
-    """The regions and modules of one model that run in fp32.
+    """Choose the regions and modules of one model that run in fp32.
 
     Args:
         model: The bare model.
-        mode: Which regions run in fp32, of :data:`.regions.MODES`.
+        mode: Which regions run in fp32, of :data:`.wrapping.MODES`.
         device: Type of the device whose autocast is left.
         given: Paths of modules that the config has in fp32.
         promoted: Returns the paths of all modules that stay in fp32 now.
@@ -56,12 +56,12 @@ class PrecisionControl:
 
     @property
     def known(self) -> set[str]:
-        """All that can be in fp32: paths of modules, and kinds of regions."""
+        """Return what can be in fp32: paths of modules, kinds of regions."""
         return {*dict(self._model.named_modules()), *_NO_MODULES}
 
     @contextlib.contextmanager
     def with_extra(self, fp32: Sequence[str]) -> Iterator[None]:
-        """Region in which more is in fp32.
+        """Enter a region in which more is in fp32.
 
         Args:
             fp32: ``losses``, ``heads``, ``all``, or paths of modules.
@@ -76,7 +76,7 @@ class PrecisionControl:
             self.extra = before
 
     def active(self) -> Any:
-        """Region of a forward or a backward; no device sync."""
+        """Return the region of a forward or a backward; no device sync."""
         names = [*self.extra, *self._promoted()]
         if not names:
             return regions.switched(self._mode, self._device)

@@ -1,4 +1,4 @@
-"""Which methods of a model, and which objects below it, compute losses.
+"""Find the methods of a model, and objects below it, that compute losses.
 
 By what they are called and by the names that their code uses, as far as it
 can be told without running anything.
@@ -26,7 +26,7 @@ _OF_ANY_MODULE = frozenset(dir(nn.Module))
 
 
 def _written(kind: type, name: str) -> Any:
-    """A method as it was written, or None; nothing of a class is run."""
+    """Return a method as it was written, or None; nothing is run."""
     method = inspect.getattr_static(kind, name, None)
     return inspect.unwrap(method) if isinstance(
         method, types.FunctionType) else None
@@ -36,7 +36,7 @@ _COMPREHENSIONS = ('<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>')
 
 
 def own_codes(function: Any) -> Iterator[types.CodeType]:
-    """Of a function and the comprehensions in it."""
+    """Yield the code of a function and of the comprehensions in it."""
     return _codes(function, _COMPREHENSIONS)
 
 
@@ -53,13 +53,13 @@ def _codes(function: Any,
 
 
 def names_in(kind: type, name: str) -> set[str]:
-    """Names that the code of a method uses."""
+    """Return the names that the code of a method uses."""
     return {used for code in own_codes(_written(kind, name))
             for used in code.co_names}
 
 
 def takes_predictions(module: nn.Module) -> bool:
-    """Whether ``loss`` is a loss, and not a forward that ends in one.
+    """Tell if ``loss`` is a loss, and not a forward that ends in one.
 
     A ``loss`` that gets data samples, that has a ``loss_by_feat`` beside it,
     or that runs layers is one: layers stay half.
@@ -72,7 +72,7 @@ def takes_predictions(module: nn.Module) -> bool:
 
 
 def runs_layers(module: nn.Module, name: str) -> bool:
-    """Whether a method, or one that it calls, uses parts with weights."""
+    """Tell if a method, or one that it calls, uses parts with weights."""
     kind = type(module)
     layers = {child for child, part in module.named_children()
               if _has_weights(part)}
@@ -92,7 +92,7 @@ def runs_layers(module: nn.Module, name: str) -> bool:
 
 
 def _hands_itself_on(method: Any) -> bool:
-    """Whether a method calls its ``self``, or gives it to others."""
+    """Tell if a method calls its ``self``, or gives it to others."""
     code = getattr(method, '__code__', None)
     if code is None or not code.co_argcount:
         return False
@@ -118,7 +118,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def loss_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Loss modules: by their name, or by what a parent calls them.
+    """Yield loss modules: by their name, or by what a parent calls them.
 
     What is called so may be a network as well (a perceptual loss, a model
     with its loss): with weights below it counts as none.
@@ -133,7 +133,7 @@ def loss_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _means_a_loss(model: nn.Module, name: str) -> Iterator[bool]:
-    """Of the name itself, and of the containers that a module is in."""
+    """Tell it of the name itself, and of the containers around it."""
     parts = name.split('.')
     for count in range(len(parts), 0, -1):
         if not parts[count - 1].isdigit():
@@ -147,7 +147,7 @@ _HOOKS_AND_PARTS = frozenset(nn.Module().__dict__)
 
 
 def _held(thing: Any) -> list[Any]:
-    """What hangs right below a container or an object."""
+    """Return what hangs right below a container or an object."""
     if isinstance(thing, dict):
         return list(dict.values(thing))
     if isinstance(thing, (list, tuple, set)):
@@ -162,14 +162,14 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """An object whose methods may be somebody's."""
+    """Tell if it is an object whose methods may be somebody's."""
     return hasattr(value, '__dict__') and not isinstance(value, (
         Tensor, nn.Module, type, types.FunctionType, types.ModuleType)) and (
             str(type(value).__module__).partition('.')[0] not in _MACHINERY)
 
 
 def plain_objects(model: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """Objects that modules hold, and whether below an assigner."""
+    """Yield objects that modules hold, and whether below an assigner."""
     seen: set[int] = set()
     waiting = [(value, False) for module in model.modules()
                for value in _held(module)]
@@ -190,7 +190,7 @@ def plain_objects(model: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 
 def reaches_a_network(thing: Any) -> bool:
-    """Whether a module hangs below: what it computes may be the module's."""
+    """Tell if a module hangs below: it may compute what the object does."""
     seen: set[int] = set()
     waiting = _held(thing)
     while waiting:

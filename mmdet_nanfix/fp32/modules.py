@@ -12,20 +12,20 @@ from typing import Any, Callable, Iterator, Sequence
 
 from torch import nn
 
-from ..torch_support import not_compiled
-from . import regions
+from ..torch_support import Patches, not_compiled
+from . import wrapping
 from .cast import widened
 
 __all__ = ['Fp32Module', 'install_module', 'switched']
 
-_MARK = f'{regions.MARK}_of_a_part'
+_MARK = f'{wrapping.MARK}_of_a_part'
 
 Method = Callable[..., Any]
 
 
 @dataclasses.dataclass
 class Fp32Module:
-    """A module of a model that can run in fp32 as a whole.
+    """Name what runs in fp32 where a module does as a whole.
 
     Attributes:
         ids: ``id`` of each module whose class is wrapped.
@@ -39,33 +39,28 @@ class Fp32Module:
 @contextlib.contextmanager
 def switched(mode: str | None, device: str, parts: Sequence[Fp32Module]
              ) -> Iterator[None]:
-    """Let parts count beside the regions.
+    """Let whole modules run in fp32 beside the regions.
 
     Args:
-        mode: As for :func:`.regions.switched`.
+        mode: As for :func:`.wrapping.switched`.
         device: Likewise.
         parts: Of :func:`install_module`.
     """
-    layers = [layer for part in parts for layer in part.layers
-              if 'forward' not in vars(layer)]
-    for layer in layers:
-        vars(layer)['forward'] = functools.partial(
-            _call, type(layer).forward, layer)
-    try:
-        with regions.switched(mode, device, frozenset().union(
-                *[part.ids for part in parts])):
-            yield
-    finally:
-        for layer in layers:
-            vars(layer).pop('forward', None)
+    with Patches('fp32 modules') as patches, wrapping.switched(
+            mode, device, frozenset().union(*[part.ids for part in parts])):
+        for layer in [layer for part in parts for layer in part.layers]:
+            if 'forward' not in vars(layer):
+                patches.replace(layer, 'forward', functools.partial(
+                    _call, type(layer).forward, layer))
+        yield
 
 
 def _of_part(original: Method) -> Method:
-    """All in fp32, where the module is one that runs so as a whole."""
+    """Run in fp32, where the module is one that does so as a whole."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in regions.SWITCH.parts:
+        if id(self) not in wrapping.SWITCH.parts:
             return original(self, *args, **kwargs)
         return _call(original, self, *args, **kwargs)
 
@@ -79,18 +74,18 @@ def _call(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     What it puts into lists and dicts among its arguments is kept; what it
     writes into other objects that hold half tensors is not.
     """
-    if regions.is_inside():
+    if wrapping.is_inside():
         return original(self, *args, **kwargs)
     wide = widened((args, kwargs))
     copies = list(_copies((args, kwargs), wide))
-    out = regions.enter(functools.partial(original, self), *wide)
+    out = wrapping.enter(functools.partial(original, self), *wide)
     for given, copy, before in copies:
         _write_back(given, copy, before)
     return out
 
 
 def _copies(given: Any, copy: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Lists and dicts that were copied, with what the copies began with."""
+    """Yield lists and dicts that were copied, and what the copies held."""
     if copy is given or not isinstance(given, (list, dict, tuple)):
         return
     if isinstance(given, (list, dict)):
@@ -101,7 +96,7 @@ def _copies(given: Any, copy: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _write_back(given: Any, copy: Any, before: Any) -> None:
-    """What was put into a copy; what has stayed is the caller's own."""
+    """Write what was put into a copy; what has stayed is the caller's."""
     keys = list(before) if isinstance(before, dict) else range(len(before))
     own = {id(before[key]): given[key] for key in keys}
     if isinstance(given, list):
@@ -117,7 +112,7 @@ def _write_back(given: Any, copy: Any, before: Any) -> None:
 
 
 def install_module(part: nn.Module) -> Fp32Module:
-    """Make ready that a part of a model can run in fp32 as a whole.
+    """Prepare a part of a model to run in fp32 as a whole.
 
     Whatever method of it, or of a module below it, is called from outside:
     wrapped in the classes, but for those of torch and MMEngine. Where the
@@ -136,12 +131,12 @@ def install_module(part: nn.Module) -> Fp32Module:
         for base in type(module).__mro__:
             for name in [] if _is_foreign(base) else list(vars(base)):
                 if not name.startswith('__'):
-                    regions.wrap(base, name, _of_part, _MARK)
+                    wrapping.wrap(base, name, _of_part, _MARK)
     return Fp32Module(frozenset(map(id, own)), list(_layers(part)))
 
 
 def _layers(part: nn.Module) -> Iterator[nn.Module]:
-    """The outermost that run a ``forward`` of torch, of a part or below."""
+    """Yield the outermost that run a ``forward`` of torch."""
     owner = next(kind for kind in type(part).__mro__
                  if 'forward' in vars(kind))
     if isinstance(part, (nn.ModuleList, nn.ModuleDict)):

@@ -1,4 +1,4 @@
-"""Regions of full precision in the classes of a model.
+"""Choose the methods of a model that run in full precision.
 
 MMDetection 2.x ran the loss, target and decoding methods of every head
 outside of autocast (``force_fp32``); 3.x dropped that. :func:`install` finds
@@ -31,298 +31,38 @@ region writes into it, the caller does not see.
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-import threading
-import types
-from typing import Any, Callable, Iterable, Iterator, Optional
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..torch_support import AUTOCAST_BY_DEVICE, not_compiled
-from .cast import WideSigmoid, widened, without_autocast
 from .introspect import (
     loss_modules,
     names_in,
-    own_codes,
     plain_objects,
     reaches_a_network,
     runs_layers,
     takes_predictions,
 )
+from .wrapping import (
+    Mend,
+    exact,
+    fp32_inputs,
+    fp32_loss,
+    in_region,
+    rounded,
+    switched,
+    wide_sigmoid,
+    wrap,
+    wrap_function,
+)
 
-__all__ = [
-    'MARK', 'MODES', 'SWITCH', 'enter', 'install', 'is_inside', 'switched',
-    'wrap'
-]
-
-#: Attribute of what is a region already.
-MARK = 'fp32_region_of_mmdet_nanfix'
-#: Values of the setting ``fp32``.
-MODES = ('heads', 'losses', None)
+__all__ = ['install', 'switched']
 
 _HEAD_METHODS = ('loss_by_feat', 'loss_and_target', 'predict_by_feat',
                  'refine_bboxes', 'regress_by_class', 'map_roi_levels')
 _OBJECT_METHODS = ('assign', 'encode', 'decode')
 _FUNCTIONS = ('inverse_sigmoid', 'sigmoid_geometric_mean')
-
-Method = Callable[..., Any]
-#: Gives for a method the one to use in its place in fp32, or None.
-Mend = Callable[[Method], Optional[Method]]
-
-
-class _Switch:
-    """What is in force in this process.
-
-    Attributes:
-        mode: One of :data:`MODES`.
-        device: Type of the device whose autocast is meant.
-        parts: ``id`` of each module that runs in fp32 as a whole.
-    """
-
-    mode: str | None = None
-    device = 'cpu'
-    parts: frozenset[int] = frozenset()
-
-
-class _Place(threading.local):
-    """Where this thread is.
-
-    Attributes:
-        inside: Whether a region has begun: nothing is cast twice.
-        wide: Whether sigmoids are looked at.
-    """
-
-    inside = False
-    wide = False
-
-
-_PLACE = _Place()
-#: Of methods that compute a sigmoid in fp32.
-_CODES: set[types.CodeType] = set()
-#: In force now.
-SWITCH = _Switch()
-
-
-@contextlib.contextmanager
-def switched(mode: str | None, device: str,
-             parts: frozenset[int] = frozenset()) -> Iterator[None]:
-    """Let the regions count.
-
-    A global, not a context variable: checkpointed forwards run again in
-    threads of autograd, and must find what they found before.
-
-    Args:
-        mode: ``'heads'`` for all, ``'losses'`` for the loss modules alone,
-            None for none.
-        device: Type of the device whose autocast is left.
-        parts: ``id`` of each module that runs in fp32 as a whole.
-    """
-    before = SWITCH.mode, SWITCH.device, SWITCH.parts
-    SWITCH.mode, SWITCH.device, SWITCH.parts = mode, device, parts
-    try:
-        yield
-    finally:
-        SWITCH.mode, SWITCH.device, SWITCH.parts = before
-
-
-def is_inside() -> bool:
-    """Whether this thread is in a region: nothing is cast again."""
-    return _PLACE.inside
-
-
-@not_compiled
-def enter(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call in a region: fp32 inputs, autocast off, nothing cast again.
-
-    Args:
-        function: What to call.
-        args: Its arguments.
-        kwargs: Likewise.
-    """
-    _PLACE.inside = True
-    try:
-        with without_autocast(SWITCH.device):
-            args, kwargs = widened((args, kwargs))
-            return function(*args, **kwargs)
-    finally:
-        _PLACE.inside = False
-
-
-def _in_fp32(original: Method) -> Method:
-    """All floating inputs in fp32, autocast off, the result as it is."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside:
-            return original(self, *args, **kwargs)
-        return enter(functools.partial(original, self), args, kwargs)
-
-    return call
-
-
-def _loss(original: Method, mend: Mend) -> Method:
-    """The same for a loss, in either mode, by a formula that is finite."""
-    mended = mend(original) or original
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode is None:
-            return original(self, *args, **kwargs)
-        if _PLACE.inside:
-            return mended(self, *args, **kwargs)
-        return enter(functools.partial(mended, self), args, kwargs)
-
-    return forward
-
-
-def _exact(original: Method, mend: Mend) -> Method:
-    """In a region another formula, where there is one."""
-    mended = mend(original)
-    if mended is None:
-        return original
-    exact = mended
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (exact if _PLACE.inside else original)(*args, **kwargs)
-
-    return call
-
-
-def _from_fp32(original: Method) -> Method:
-    """Fp32 inputs; what it is made of may run in half, as it likes."""
-
-    @functools.wraps(original)
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside:
-            return original(self, *args, **kwargs)
-        args, kwargs = widened((args, kwargs))
-        return original(self, *args, **kwargs)
-
-    return sample
-
-
-def _rounded(original: Method) -> Method:
-    """In fp32, the result in half again: what follows is convolved."""
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside or (
-                _layers_besides(self)):
-            return original(self, *args, **kwargs)
-        half = next(_halves([*args, *kwargs.values()]), None)
-        if half is None:
-            return original(self, *args, **kwargs)
-        out = enter(functools.partial(original, self), args, kwargs)
-        return _narrowed(out, half)
-
-    return forward
-
-
-def _halves(values: Iterable[Any]) -> Iterator[torch.dtype]:
-    """Half dtypes of tensors in arguments, the features' first."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype in (torch.float16, torch.bfloat16):
-                yield value.dtype
-        elif isinstance(value, (list, tuple)):
-            yield from _halves(value)
-        elif isinstance(value, dict):
-            yield from _halves(value.values())
-
-
-def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_narrowed(item, dtype) for item in value)
-    return value
-
-
-def _layers_besides(extractor: nn.Module) -> bool:
-    """Whether an extractor has convolutions of its own: they stay half."""
-    return any(name != 'roi_layers' for name in extractor._modules)
-
-
-def _wide_sigmoid(original: Method) -> Method:
-    _CODES.update(own_codes(original))
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside or _PLACE.wide:
-            return original(self, *args, **kwargs)
-        return _enter_wide(functools.partial(original, self), args, kwargs)
-
-    return call
-
-
-@not_compiled
-def _enter_wide(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    _PLACE.wide = True
-    try:
-        with WideSigmoid(_CODES):
-            return function(*args, **kwargs)
-    finally:
-        _PLACE.wide = False
-
-
-def _is_region(function: Any, mark: str = MARK) -> bool:
-    """Whether a function, or one that it wraps, is so marked."""
-    while function is not None:
-        # ``functools.wraps`` copies the mark of another function.
-        if getattr(function, '__dict__', {}).get(mark) is function:
-            return True
-        function = getattr(function, '__wrapped__', None)
-    return False
-
-
-def _marked(function: Method, mark: str = MARK) -> Method:
-    setattr(function, mark, function)
-    return function
-
-
-def _passing_on(function: Method) -> Method:
-    """Wrap a function without its attributes.
-
-    By them older dynamos would find the function of a bound method, and lose
-    what it is bound to.
-    """
-
-    @functools.wraps(function, updated=())
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
-    return call
-
-
-def wrap(kind: type, name: str, make: Callable[[Method], Method],
-          mark: str = MARK) -> None:
-    """Wrap a method in the class that defines it, once.
-
-    Args:
-        kind: The class, or one below it.
-        name: Of the method.
-        make: Gives what to put in its place.
-        mark: Attribute of what was put so.
-    """
-    for base in kind.__mro__:
-        if name in base.__dict__:
-            break
-    else:
-        return
-    original = base.__dict__[name]
-    if base is nn.Module or not isinstance(original, types.FunctionType) or (
-            _is_region(original, mark)):
-        return
-    wrapped = make(original)
-    if wrapped is not original:
-        if not AUTOCAST_BY_DEVICE:
-            # Older dynamos raise at super() in a method that is wrapped.
-            wrapped = _passing_on(not_compiled(wrapped))
-        setattr(base, name, _marked(wrapped, mark))
 
 
 def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
@@ -341,35 +81,35 @@ def install(model: nn.Module, mend_loss: Mend = lambda forward: None,
         layers = getattr(module, 'roi_layers', None)
         if isinstance(layers, nn.ModuleList):
             for part in (module, *layers):
-                wrap(type(part), 'forward', _rounded)
+                wrap(type(part), 'forward', rounded)
     for module in loss_modules(model):
         wrap(type(module), 'forward', functools.partial(
-            _loss, mend=mend_loss))
+            fp32_loss, mend=mend_loss))
     for thing, is_called in plain_objects(model):
         kind = type(thing)
-        wrap(kind, 'sample', _from_fp32)
+        wrap(kind, 'sample', fp32_inputs)
         if reaches_a_network(thing):
             continue
         for name in (*_OBJECT_METHODS, *['__call__'] * is_called):
-            wrap(kind, name, _in_fp32)
+            wrap(kind, name, in_region)
         for name in dir(kind):
-            wrap(kind, name, functools.partial(_exact, mend=mend_cost))
+            wrap(kind, name, functools.partial(exact, mend=mend_cost))
     for base in {base for module in model.modules()
                  for base in type(module).__mro__}:
         for name in _FUNCTIONS:
-            _wrap_function(sys.modules.get(base.__module__), name)
+            wrap_function(sys.modules.get(base.__module__), name)
 
 
 def _wrap_head(module: nn.Module, may_lose: bool) -> None:
     """Wrap the methods of a module, where it is a head."""
     kind = type(module)
     for name in _HEAD_METHODS:
-        wrap(kind, name, _in_fp32)
+        wrap(kind, name, in_region)
     has_a_loss = may_lose and takes_predictions(module)
     if has_a_loss:
-        wrap(kind, 'loss', _in_fp32)
+        wrap(kind, 'loss', in_region)
     if not runs_layers(module, 'get_targets'):
-        wrap(kind, 'get_targets', _in_fp32)
+        wrap(kind, 'get_targets', in_region)
     methods = {name: names_in(kind, name) for name in dir(kind)
                if not name.startswith('__')}
     if has_a_loss or {'loss_by_feat', 'loss_and_target'} & set(
@@ -377,21 +117,4 @@ def _wrap_head(module: nn.Module, may_lose: bool) -> None:
                             for names in methods.values()):
         for name, names in methods.items():
             if {'sigmoid', 'expit'} & names:
-                wrap(kind, name, _wide_sigmoid)
-
-
-def _wrap_function(module: Any, name: str) -> None:
-    """Wrap a function where a module's code finds it."""
-    original = vars(module).get(name) if module is not None else None
-    if not callable(original) or _is_region(
-            getattr(original, '__func__', original)):
-        return
-    function: Callable[..., Any] = original
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if SWITCH.mode != 'heads' or _PLACE.inside:
-            return function(*args, **kwargs)
-        return enter(function, args, kwargs)
-
-    setattr(module, name, _marked(wrapped))
+                wrap(kind, name, wide_sigmoid)

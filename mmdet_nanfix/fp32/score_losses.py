@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 
 
 def finite_forward(forward: Forward) -> Forward:
-    """A forward to use in fp32 in place of a loss's own.
+    """Return a forward to use in fp32 in place of a loss's own.
 
     Args:
         forward: As the loss's class defines it.
@@ -47,7 +47,7 @@ def finite_forward(forward: Forward) -> Forward:
 
 
 def exact_cost(method: Forward) -> Forward | None:
-    """What to call in fp32 in place of a matching cost's method, or None."""
+    """Return what stands in fp32 for a matching cost's method, or None."""
     if not str(method.__module__).startswith('mmdet.models.task_modules'):
         return None
     return _COSTS.get(method.__qualname__)
@@ -67,7 +67,7 @@ def _of_nothing(forward: Forward) -> Forward:
 
 
 def _finite(out: Any, zero: Tensor) -> Any:
-    """The losses in what a forward returns, 0 where they are 0 / 0."""
+    """Return the losses of a forward, 0 where they are 0 / 0."""
     if isinstance(out, dict):
         return type(out)({key: _finite(value, zero)
                           for key, value in out.items()})
@@ -79,7 +79,7 @@ def _finite(out: Any, zero: Tensor) -> Any:
 
 
 class _FocalLoss(torch.autograd.Function):
-    """Sigmoid focal loss of each score, https://arxiv.org/abs/1708.02002.
+    """Compute sigmoid focal loss, https://arxiv.org/abs/1708.02002.
 
     With z the logit, or minus the logit of what is not the class, it is
     ``-a sigmoid(-z)^gamma log sigmoid(z)``. Only logits and labels are kept
@@ -88,7 +88,7 @@ class _FocalLoss(torch.autograd.Function):
 
     @staticmethod
     def _parts(logits: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-        """``sigmoid(-z)`` and ``log sigmoid(z)``."""
+        """Return ``sigmoid(-z)`` and ``log sigmoid(z)``."""
         z = torch.where(true, logits, -logits)
         log = functional.logsigmoid(z)
         return z.neg_().sigmoid_(), log
@@ -115,7 +115,7 @@ class _FocalLoss(torch.autograd.Function):
 
 
 def _focal_loss(forward: Forward) -> Forward:
-    """Focal loss by its formula, not by mmcv's kernel.
+    """Compute focal loss by its formula, not by mmcv's kernel.
 
     The fp32 kernel takes ``log(1 - p)`` of a rounded p: from a logit of 17
     on it is log(FLT_MIN) = -87, whatever the logit. The formula goes through
@@ -154,7 +154,7 @@ def _focal_loss(forward: Forward) -> Forward:
 
 
 def _largest_at_zero(forward: Forward) -> Forward:
-    """Seesaw loss of logits that are shifted, which changes no softmax.
+    """Shift the logits of seesaw loss, which changes no softmax.
 
     It adds the log of a weight to each: at 65504 an fp32 number has steps
     of 0.008. Classes and objectness have a softmax each.
@@ -172,7 +172,7 @@ def _largest_at_zero(forward: Forward) -> Forward:
 
 
 def _true_distances(forward: Forward) -> Forward:
-    """Triplet loss by the distances themselves.
+    """Compute triplet loss by the distances themselves.
 
     Of features of 300, ``|a|^2 + |b|^2 - 2ab`` is off by 0.1 in fp32. A
     sample to which all others are alike has no negative: it costs nothing.
@@ -197,7 +197,7 @@ def _true_distances(forward: Forward) -> Forward:
 
 
 def _in_scope(forward: Forward, **functions: Forward) -> Forward:
-    """A forward whose code finds other functions under some names."""
+    """Copy a forward, whose code finds other functions by some names."""
     forward = inspect.unwrap(forward)
     made = types.FunctionType(
         forward.__code__, {**forward.__globals__, **functions},
@@ -207,7 +207,7 @@ def _in_scope(forward: Forward, **functions: Forward) -> Forward:
 
 
 def _with(name: str, formula: Forward) -> Callable[[Forward], Forward]:
-    """The host's forward, with its weights and reductions, and our formula.
+    """Keep the host's weights and reductions, with our formula.
 
     Args:
         name: Of the function of single boxes that the forward calls.
@@ -234,7 +234,7 @@ _MENDED: dict[str, Callable[[Forward], Forward]] = {
 
 
 def _focal_cost(self: Any, cls_pred: Tensor, gt_labels: Tensor) -> Tensor:
-    """Focal cost of each prediction for each true object.
+    """Compute the focal cost of each prediction for each true object.
 
     ``1 - sigmoid(x)`` is ``sigmoid(-x)``: in fp32 the former is wrong by a
     half at a logit of 17. For labels the difference of the costs of being

@@ -6,8 +6,7 @@
 ``grad_scaler``    the gradient scaler for a device, on any version
 ``patching``       replace attributes of torch and of the hosts, list what
                    is replaced, and put it back
-``walking``        walk through tensors in any nesting of containers and
-                   plain objects
+``walking``        walk through the tensors in containers
 =================  ========================================================
 """
 from __future__ import annotations
@@ -18,15 +17,16 @@ from .features import (
     HAS_EAGER_STANCE,
     HAS_HALF_ON_CPU,
     HAS_SEQUENCE_NR,
-    destroy,
     foreach_copy_,
     not_compiled,
     tree_leaves,
 )
 from .grad_scaler import scaler_for
+from .patching import Patches
+from .walking import map_tensors, tensors
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE', 'HAS_HALF_ON_CPU',
-    'HAS_SEQUENCE_NR', 'destroy', 'foreach_copy_', 'not_compiled',
-    'scaler_for', 'tree_leaves'
+    'HAS_SEQUENCE_NR', 'Patches', 'foreach_copy_', 'map_tensors',
+    'not_compiled', 'scaler_for', 'tensors', 'tree_leaves'
 ]

@@ -1,4 +1,4 @@
-"""What several modules need of torch and not every version offers.
+"""Tell what this torch can do, and stand in for what it lacks.
 
 Versions in which a name was seen to be there or missing stand beside it.
 """
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_CPU_SCALER', 'HAS_EAGER_STANCE',
-    'HAS_HALF_ON_CPU', 'HAS_SEQUENCE_NR', 'destroy', 'foreach_copy_',
+    'HAS_HALF_ON_CPU', 'HAS_SEQUENCE_NR', 'foreach_copy_',
     'not_compiled', 'tree_leaves'
 ]
 
@@ -67,13 +67,3 @@ def not_compiled(function: _Function) -> _Function:
         return torch.compiler.disable(function)
     from torch import _dynamo
     return _dynamo.disable(function)
-
-
-def destroy(library: Any) -> None:
-    """Take back what a ``torch.library.Library`` has registered.
-
-    The caller drops it: where it cannot be told to (2.1.2), its registrations
-    live as long as the object does.
-    """
-    if hasattr(library, '_destroy'):
-        library._destroy()

@@ -1,4 +1,4 @@
-"""Torch's gradient scaler for a CPU, for versions that have none.
+"""Scale gradients on a CPU, for versions of torch that have no scaler.
 
 ``torch.amp.GradScaler('cpu')`` came with torch 2.3. Before, the only scaler
 is CUDA's, which turns itself off without a GPU.

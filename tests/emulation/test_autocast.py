@@ -17,7 +17,8 @@ from torch import nn
 
 from mmdet_nanfix.emulation import autocast as emulation
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.emulation.kernels import CastCache, half_kernels
+from mmdet_nanfix.emulation.casting import CastCache
+from mmdet_nanfix.emulation.kernels import half_kernels
 from mmdet_nanfix.torch_support.features import AUTOCAST_BY_DEVICE
 
 HALF = torch.float16

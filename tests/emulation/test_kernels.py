@@ -14,7 +14,8 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.emulation import kernels as half_ops
+from mmdet_nanfix.emulation.casting import CastCache
+from mmdet_nanfix.emulation.kernels import destroy
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
     HAS_HALF_ON_CPU,
@@ -210,7 +211,7 @@ def test_a_shared_weight_sums_its_gradients_in_half():
 
 
 def test_the_cache_holds_leaves_that_need_a_gradient_only():
-    cache = half_ops.CastCache()
+    cache = CastCache()
     leaf = torch.ones(2, requires_grad=True)
     with cuda_autocast():
         assert cache.cast(leaf, HALF) is cache.cast(leaf, HALF)
@@ -376,3 +377,15 @@ def test_the_other_half_type_is_refused_by_promotion():
     x = torch.rand(3).bfloat16()
     with cuda_autocast(), pytest.raises(RuntimeError, match='bfloat16'):
         torch.addcmul(x, x, x)
+
+
+def test_what_a_library_has_registered_ends():
+    half = torch.ones(1).half()
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl('sinh', lambda x: x.float() * 7, 'AutocastCPU')
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half).item() == 7
+    destroy(library)
+    del library
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.sinh(half.float()).item() != 7

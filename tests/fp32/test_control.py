@@ -6,7 +6,8 @@ from families import batch_for, build
 from torch import nn
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.fp32 import PrecisionControl, regions
+from mmdet_nanfix.fp32 import PrecisionControl
+from mmdet_nanfix.fp32.wrapping import SWITCH
 
 
 class Layer(nn.Module):
@@ -95,8 +96,8 @@ def test_nothing_is_left_on_the_modules():
 def test_modes_that_are_asked_for(mode, more, wanted):
     control = PrecisionControl(Model(), mode, 'cpu')
     with control.with_extra(more), control.active():
-        assert regions.SWITCH.mode == wanted
-    assert regions.SWITCH.parts == frozenset()
+        assert SWITCH.mode == wanted
+    assert SWITCH.parts == frozenset()
 
 
 def test_a_name_that_is_no_module():

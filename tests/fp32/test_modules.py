@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.fp32.modules import install_module, switched
+from mmdet_nanfix.torch_support.patching import replaced
 
 
 class Neck(nn.Module):
@@ -171,3 +172,19 @@ def test_a_bound_method_of_a_wrapped_class_is_compiled():
     x = torch.ones(2, 2)
     out = torch.compile(part.forward, backend='eager')(x)
     assert torch.equal(out, part(x))
+
+
+def test_what_is_replaced_is_listed_and_put_back():
+    layer = nn.Linear(2, 2)
+    part = install_module(nn.ModuleList([layer]))
+
+    def listed():
+        return [(what.owner, what.name) for what in replaced()
+                if what.place is layer]
+
+    for _ in range(2):
+        with switched(None, 'cpu', [part]):
+            assert listed() == [('fp32 modules', 'forward')]
+            with switched(None, 'cpu', [part]):
+                assert listed() == [('fp32 modules', 'forward')]
+        assert listed() == [] and 'forward' not in vars(layer)

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 from families import REFUSED, batch_for, build
 from helpers.torch_features import autocast_is_on
+from mmdet.models.losses import FocalLoss
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.models.task_modules.assigners.match_cost import BaseMatchCost
@@ -21,8 +23,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.fp32 import regions
+from mmdet_nanfix.fp32 import MODES, regions
+from mmdet_nanfix.fp32.score_losses import finite_forward
 from mmdet_nanfix.losses import register_losses
+from mmdet_nanfix.torch_support.patching import Patches, replaced
 
 HALF, SINGLE = torch.float16, torch.float32
 register_losses()
@@ -96,7 +100,7 @@ X = torch.ones(3, 4)
 FP32_REGION, HALF_REGION = (SINGLE, False), (HALF, True)
 
 
-@pytest.mark.parametrize('mode', regions.MODES)
+@pytest.mark.parametrize('mode', MODES)
 def test_a_head_a_cost_and_a_loss_of_ones_own(mode):
     model = Detector()
     head = model.bbox_head
@@ -828,3 +832,47 @@ def test_two_stages_train_in_bfloat16():
         trained(model, batch, dtype='bfloat16', nanfix=dict(fp32=None))
     logged, _ = trained(model, batch, dtype='bfloat16')
     assert all(value.isfinite() for value in logged[-1].values())
+
+
+@pytest.mark.parametrize('within', [True, False])
+def test_regions_stand_over_the_emulation_whenever_they_are_made(within):
+    """What CUDA computes is below them, and gone with the emulation."""
+
+    class Loss(FocalLoss):
+        forward = inspect.unwrap(FocalLoss.forward)
+
+    loss = Loss(reduction='none')
+    model = nn.ModuleDict({'loss_cls': loss})
+    pred, target = torch.full((1, 2), 20.).half(), torch.tensor([0])
+    raw, seen = vars(Loss)['forward'], []
+
+    def cudas(original):
+        return lambda self, *args: seen.append(True) or original(self, *args)
+
+    for make in ((cudas, ) if within else ()):
+        with Patches('emulation', innermost=True) as patches:
+            patches.wrap(Loss, 'forward', make)
+            regions.install(model)
+    regions.install(model)
+    assert [what.owner for what in replaced() if what.place is Loss] == [
+        'fp32 regions']
+    with Patches('emulation', innermost=True) as patches:
+        patches.wrap(Loss, 'forward', cudas)
+        for mode in MODES:
+            with regions.switched(mode, 'cpu'):
+                assert loss(pred, target).dtype == (
+                    HALF if mode is None else SINGLE)
+    assert len(seen) == 3 and loss(pred, target).dtype == HALF
+    assert len(seen) == 3 and inspect.unwrap(Loss.forward) is raw
+
+
+def test_a_mended_loss_under_emulation_is_not_cudas():
+    loss = FocalLoss(reduction='none')
+    regions.install(nn.ModuleDict({'loss_cls': loss}), finite_forward)
+    pred, target = torch.full((1, 2), 20.).half(), torch.tensor([0])
+    for _ in range(2):
+        with cuda_autocast():
+            assert str(loss(pred, target)[0].tolist()) == '[nan, inf]'
+            with regions.switched('losses', 'cpu'):
+                assert loss(pred, target).isfinite().all()
+        assert loss(pred, target).dtype == HALF
