@@ -3,7 +3,7 @@
 Both runs go through MMDetection's own ``tools/train.py`` in emulated half
 precision, with the same seed and the same fixed ``loss_scale=512.``; the
 configs differ by ``custom_imports`` alone. The run without the guard is the
-stock class with its device check bypassed (see ``bench/stock.py``), since it
+stock class with its device check bypassed (see ``bench/lib/stock.py``), since it
 refuses a CPU.
 """
 from __future__ import annotations
@@ -22,10 +22,14 @@ from typing import Any, Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import write_shapes
 
 from mmdet_nanfix.incidents import read_log
 from mmdet_nanfix.report.table import find_logs
+
+sys.path.insert(0, os.path.join(os.path.dirname(
+    os.path.abspath(__file__)), 'lib'))
+
+from shapes import write_shapes
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 WORK = os.path.join('work_dirs', 'demo')

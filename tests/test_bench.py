@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import families
+import families_train
 import gpu_agreement
 import losses
+import measuring
 import overhead
 import pytest
 import regions_cost
@@ -20,7 +22,7 @@ from helpers.torch_features import autocast_is_on, needs_half
 @pytest.fixture(scope='module')
 def listed():
     """Rows of the table that is in the repository."""
-    with open(os.path.join(ROOT, 'bench', 'families.md')) as file:
+    with open(os.path.join(ROOT, 'bench', 'claims', 'families.md')) as file:
         return {line.strip() for line in file if line.startswith('| ')}
 
 
@@ -32,7 +34,7 @@ def test_families_train_in_emulated_half(name, listed):
                for key, value in step.items() if 'loss' in key)
     # The weights moved: the loss of the same batch did too.
     assert losses[0]['loss'] != losses[2]['loss']
-    rows = set(families.table(name, seen))
+    rows = set(families_train.table(name, seen))
     assert rows and rows <= listed
 
 
@@ -46,7 +48,7 @@ def test_the_tables_of_losses_are_those_of_the_readme(readme):
 
 
 def test_the_cost_of_regions_is_measured():
-    with open(os.path.join(ROOT, 'bench', 'regions.md')) as file:
+    with open(os.path.join(ROOT, 'bench', 'cost', 'regions.md')) as file:
         said = {line.split('|')[1].strip() for line in file
                 if line.startswith('| ')}
     assert {*families.FAMILIES, *families.REFUSED} <= said
@@ -96,7 +98,7 @@ def test_an_operation_that_only_one_side_refuses_is_seen(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='needs no GPU')
 def test_without_a_gpu_it_says_so_and_passes():
-    done = subprocess.run([sys.executable, 'bench/gpu_agreement.py'],
+    done = subprocess.run([sys.executable, 'bench/claims/gpu_agreement.py'],
                           cwd=ROOT, text=True, capture_output=True,
                           timeout=120)
     assert done.returncode == 0
@@ -120,7 +122,7 @@ def test_what_a_healthy_step_of_a_detector_costs():
     register_all_modules()
     batch = demo_mm_inputs(2, (3, 240, 320), num_items=[5, 5], num_classes=3)
     with stock_on_cpu():
-        model = overhead.detector()
+        model = measuring.detector()
         counts = []
         for kind, settings in (
                 ('AmpOptimWrapper', {}),
@@ -128,7 +130,7 @@ def test_what_a_healthy_step_of_a_detector_costs():
             side = overhead.Side(model, kind, **settings)
             torch.manual_seed(0)
             side.step(batch)
-            with overhead.Calls() as calls:
+            with measuring.Calls() as calls:
                 side.step(batch)
             counts.append(calls)
     stock, ours = counts
@@ -143,7 +145,7 @@ def test_what_a_healthy_step_of_a_detector_costs():
 
 
 def test_a_read_is_counted():
-    with overhead.Calls() as calls:
+    with measuring.Calls() as calls:
         torch.ones(2).sum().item()
     assert calls.reads == 1 and calls.total >= 3
 

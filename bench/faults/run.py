@@ -35,7 +35,7 @@ from mmengine.optim import build_optim_wrapper
 from torch import nn
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
+sys.path.insert(0, os.path.join(os.path.dirname(HERE), 'lib'))
 
 import families  # noqa: E402  beside this folder
 from inject import BEFORE_UPDATE, config_of, inject  # noqa: E402

@@ -80,6 +80,7 @@ class GuardedStep:
     Attributes:
         buffers: Those that are watched, and those that are not.
         history: Of the accepted steps.
+        diagnosis: Explains failed steps.
         sharded: Whether parameters are shards.
     """
 
@@ -112,7 +113,7 @@ class GuardedStep:
         self._promotions = promotions or Fp32Promotions()
         self._retry = Retry(model, self._transaction, self._anchor,
                             self._trainer, scale, self.history)
-        self._diagnosis = diagnose(StepParts(
+        self.diagnosis = diagnose(StepParts(
             model, optimizer, self._trainer, scale, self._transaction,
             self.buffers, self._anchor, self.history, sharded))
 
@@ -166,7 +167,7 @@ class GuardedStep:
         self._flags = []
         self._capture = ForwardCapture(
             self._transaction, self._copies, self._trainer.whole_steps,
-            self._diagnosis.catch if self._ranks.alone else None)
+            self.diagnosis.catch if self._ranks.alone else None)
         with self._capture.over(module or self.model):
             yield
 
@@ -181,7 +182,7 @@ class GuardedStep:
             raised, and the step will be skipped.
         """
         if self._window:
-            self._diagnosis.note_terms(self._window[-1].terms)
+            self.diagnosis.note_terms(self._window[-1].terms)
             self._window[-1] = self._window[-1].detached()
         seen, self._capture = self._capture, ForwardCapture(self._transaction)
         terms = {} if seen.caught else loss_terms(seen.losses)
@@ -242,12 +243,12 @@ class GuardedStep:
             self.stop.update(skipped=False)
             return Verdict()
         before = self.scale.scale
-        evidence = self._diagnosis.look(window)
+        evidence = self.diagnosis.look(window)
         note = self.buffers.suspect(evidence.bad_buffers) if (
             evidence.where.phase == 'buffers') else None
         self._transaction.rollback()
         can_retry = not self.sharded and self._retry.is_possible(window)
-        found = self._diagnosis.explain(evidence, can_retry)
+        found = self.diagnosis.explain(evidence, can_retry)
         rescue = self._retry.attempt(
             window, found, self._carry) if can_retry else None
         if rescue is not None:
@@ -264,7 +265,7 @@ class GuardedStep:
                 last: MicroStep | None = None) -> None:
         self._transaction.commit()
         self.buffers.accept()
-        self._diagnosis.accept(next((
+        self.diagnosis.accept(next((
             micro.forward for micro in window
             if micro.forward is not None), None))
         self.history.accept(norm, last.loss if last else None,

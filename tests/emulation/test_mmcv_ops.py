@@ -8,7 +8,7 @@ import threading
 import mmcv
 import pytest
 import torch
-from conftest import needs_half
+from helpers.torch_features import needs_half
 from mmcv.ops import (
     DeformConv2d,
     ModulatedDeformConv2d,

@@ -16,7 +16,7 @@ from mmdet.models.task_modules.assigners.match_cost import BaseMatchCost
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import build_optim_wrapper
 from mmengine.structures import InstanceData
-from overhead import Calls
+from measuring import Calls
 from stock import stock_on_cpu
 from torch import nn
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""``python bench/healthy.py`` looks at all families, for longer."""
+"""``python bench/claims/healthy.py`` looks at all families, for longer."""
 from __future__ import annotations
 
 import pytest

@@ -1,11 +1,9 @@
 """Detectors of many families, tiny, in emulated half precision.
 
-``python bench/families.py`` trains each for three steps and prints the dtypes
-at the input of each head and of each loss, as in ``bench/families.md``.
+Made from MMDetection's own configs.
 """
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 from typing import Any, Dict, Iterator, Set, Tuple
@@ -17,7 +15,7 @@ from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
 from mmdet.utils import register_all_modules
 from mmengine.config import Config
-from mmengine.logging import MessageHub, MMLogger
+from mmengine.logging import MessageHub
 from mmengine.optim import build_optim_wrapper
 from torch import Tensor, nn
 
@@ -241,33 +239,3 @@ def train(model: nn.Module, steps: int = 3, fp32: str | None = None
         for handle in handles:
             handle.remove()
     return losses, seen
-
-
-def table(name: str, seen: Seen) -> Iterator[str]:
-    """Markdown rows of one family."""
-    for module, (first, others) in seen.items():
-        if first or others:
-            yield (f'| {name} | {FAMILIES[name][0]} | `{module}` | '
-                   f'{", ".join(sorted(first))} | '
-                   f'{", ".join(sorted(others))} |')
-
-
-def main() -> None:
-    """Train them all and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('names', nargs='*', metavar='NAME',
-                        help=f'any of {", ".join(FAMILIES)}')
-    names = parser.parse_args().names or list(FAMILIES)
-    # Weight initialisation is told line by line.
-    MMLogger.get_current_instance().setLevel('ERROR')
-    for name in names:
-        if name not in FAMILIES:
-            parser.error(f'{name!r} is not one of {", ".join(FAMILIES)}')
-    print('| family | kind | module | first input | other inputs |')
-    print('|---|---|---|---|---|')
-    for name in names:
-        print('\n'.join(table(name, train(build(name))[1])), flush=True)
-
-
-if __name__ == '__main__':
-    main()

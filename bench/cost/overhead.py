@@ -1,6 +1,6 @@
 """What the guard costs a healthy step, beside the stock class and others.
 
-``python bench/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2 images
+``python bench/cost/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2 images
 of 320x240, BatchNorm trained) with interleaved steps of each kind
 (``guarded`` has no fp32 regions) and prints for each the median of its time
 ratios to the stock step next to it, and what one step calls: aten operations
@@ -8,7 +8,7 @@ as they reach the device, operations counted by the profiler, and reads from
 the device.
 
 On a machine without a GPU stock is the stock class with its device check
-bypassed, over the emulation of CUDA's autocast (``bench/stock.py``).
+bypassed, over the emulation of CUDA's autocast (``bench/lib/stock.py``).
 
 The rivals watch every step: torch's anomaly mode, a finite check in a
 forward hook of every module, and the debugging tool of ``transformers``,
@@ -17,50 +17,29 @@ where that is installed.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import copy
+import os
 import statistics
+import sys
 import time
 from typing import Any, Callable, ContextManager, Iterator
 
 import torch
-from emulation_cost import detector
 from mmdet.testing import demo_mm_inputs
 from mmdet.utils import register_all_modules
 from mmengine.optim import build_optim_wrapper
-from stock import stock_on_cpu
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmdet_nanfix  # noqa: F401  registers
 
-__all__ = ['Calls', 'Side', 'count', 'sides']
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
 
-READS = ('_local_scalar_dense', 'nonzero', 'equal', 'is_nonzero')
+from measuring import Calls, detector
+from stock import stock_on_cpu
 
-
-class Calls(TorchDispatchMode):
-    """Counts the operations of a region, and the reads among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: dict[str, int] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        self.by_name[func._schema.name[len('aten::'):]] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def total(self) -> int:
-        """All operations."""
-        return sum(self.by_name.values())
-
-    @property
-    def reads(self) -> int:
-        """Those that wait for the device."""
-        return sum(self.by_name[name] for name in READS)
+__all__ = ['Side', 'count', 'sides']
 
 
 class Side:

@@ -1,7 +1,7 @@
 """What the fp32 regions cost a training step, for detectors of many families.
 
-``python bench/regions_cost.py [--steps N] [NAMES]`` prints the table of
-``bench/regions.md``: tiny detectors on a CPU in emulated half, guarded, with
+``python bench/cost/regions_cost.py [--steps N] [NAMES]`` prints the table of
+``bench/cost/regions.md``: tiny detectors on a CPU in emulated half, guarded, with
 ``fp32='heads'`` against ``fp32=None``, interleaved. Time is the median ratio
 of neighbouring steps. Operations are those that reach the device. Memory is
 the peak of a process of its own above what it starts with. What stock's
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import subprocess
 import sys
@@ -18,12 +19,15 @@ import time
 from typing import Any
 
 import torch
-from emulation_cost import memory
-from families import FAMILIES, REFUSED, batch_for, build
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
-from overhead import Calls
 from torch import nn
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from families import FAMILIES, REFUSED, batch_for, build
+from measuring import Calls, memory
 
 __all__ = ['Side', 'row']
 

@@ -1,6 +1,6 @@
 """Compare the emulation on a CPU with CUDA autocast itself.
 
-``python bench/gpu_agreement.py`` runs every operation of PyTorch's own answer
+``python bench/claims/gpu_agreement.py`` runs every operation of PyTorch's own answer
 key, mmcv's operations, and three detectors, forward and backward, on both,
 and prints where they disagree. Exit status: 0 they agree, 1 they do not, 0
 with one line where there is no CUDA device.
@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from typing import Any, Callable, ContextManager, Iterator, Tuple
 
 import torch
-from families import batch_for, build
 from mmcv.ops import RoIAlign, nms, sigmoid_focal_loss
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 from mmdet_nanfix.emulation import cuda_autocast
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from families import batch_for, build
 
 __all__ = ['compare_detectors', 'compare_operations']
 

@@ -1,7 +1,7 @@
 """What losses and matching costs of MMDetection give in half, and in fp32.
 
-``python bench/losses.py`` prints the tables of the README: for each class the
-input of ``bench/loss_inputs.py`` on which stock is worst and ours is right
+``python bench/claims/losses.py`` prints the tables of the README: for each class the
+input of ``bench/lib/loss_inputs.py`` on which stock is worst and ours is right
 (the first one where stock is right on all), the largest ones that no
 detector has left out. Predictions are half, targets
 fp32, under the emulation of CUDA's autocast; gradients are those of half
@@ -11,12 +11,13 @@ regions; the reference is the same formula in fp64.
 """
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from typing import Any, Iterator
 from unittest import mock
 
 import torch
-from loss_inputs import COSTS, LOSSES, every, rounded
 from mmdet.models.task_modules.assigners import HungarianAssigner
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
@@ -26,6 +27,11 @@ from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.fp32 import regions
 from mmdet_nanfix.fp32.score_losses import exact_cost
 from mmdet_nanfix.losses import register_losses
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from loss_inputs import COSTS, LOSSES, every, rounded
 
 __all__ = ['cost_rows', 'loss_rows']
 

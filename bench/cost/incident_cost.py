@@ -1,6 +1,6 @@
 """What an incident costs: found, located, explained.
 
-``python bench/incident_cost.py [--steps N]`` trains Faster R-CNN R18-FPN (2
+``python bench/cost/incident_cost.py [--steps N]`` trains Faster R-CNN R18-FPN (2
 images of 320x240, emulated half) and prints for faults of several kinds the
 time of the step that fails, in healthy steps, with the number of its
 replays; then the time of a run in which 1 % of the batches are bad against
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import sys
 import time
 from typing import Any, Callable, Dict
 
 import torch
-from emulation_cost import detector
 from mmdet.testing import demo_mm_inputs
 from mmdet.utils import register_all_modules
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from torch import nn
 
-import mmdet_nanfix.diagnosis.replay.replayer as replay
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from measuring import detector
 
 __all__ = ['FAULTS', 'Run']
 
@@ -114,17 +118,17 @@ def _incident(model: nn.Module, batch: Batch, spoil: Spoil
     bad = copy.deepcopy(batch)
     spoil(run, bad)
     made: list[Any] = []
-    original = replay.Replays.run
+    original = replayer.Replayer.run
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
         return original(*args, **kwargs)
 
-    replay.Replays.run = counted  # type: ignore[method-assign]
+    replayer.Replayer.run = counted  # type: ignore[method-assign]
     try:
         seconds = run.step(bad, 9)
     finally:
-        replay.Replays.run = original  # type: ignore[method-assign]
+        replayer.Replayer.run = original  # type: ignore[method-assign]
     if not run.wrapper._stop.total + run.wrapper._stop.saved:
         raise RuntimeError('the fault was none')
     return healthy, seconds, len(made)

@@ -1,6 +1,6 @@
 """DetectoRS with ``fp16 = dict(loss_scale=512.)``, as users had it.
 
-``python bench/detectors_fp16.py`` trains MMDetection's own
+``python bench/claims/detectors_fp16.py`` trains MMDetection's own
 ``detectors_cascade-rcnn_r50_1x_coco``, narrower, in emulated half precision:
 three steps with stock's fixed scale, and three guarded ones that start at the
 same scale. It prints what became of them and the report of the incident.
@@ -16,21 +16,26 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import tempfile
 import warnings
 from typing import Any
 
-import families
 import mmdet
 import torch
 from mmdet.models.backbones import ResNet
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
-from stock import stock_on_cpu
 from torch import nn
 
 from mmdet_nanfix.incidents import IncidentText, read_log
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+import families
+from stock import stock_on_cpu
 
 __all__ = ['build', 'guarded', 'stock']
 

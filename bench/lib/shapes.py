@@ -1,6 +1,6 @@
 """A small COCO-format set of drawn shapes, the same on every machine.
 
-``python bench/shapes.py FOLDER`` writes ``train.json``, ``val.json`` and
+``python bench/lib/shapes.py FOLDER`` writes ``train.json``, ``val.json`` and
 their images in a second or two.
 """
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count what is blamed in healthy detectors of many families.
 
-``python bench/healthy.py [--steps N] [NAMES]`` trains each for 30 steps in
+``python bench/claims/healthy.py [--steps N] [NAMES]`` trains each for 30 steps in
 emulated half without regions, on images of two sizes, counts incidents, and
 then replays the last step under the probe all the same. ``seen`` are
 operations that make something non-finite of finite inputs (attention masks,
@@ -10,15 +10,20 @@ Exit status 1 where there is an incident or one has.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from typing import Any
 
 import torch
-from families import FAMILIES, build, has_masks
 from mmdet.testing import demo_mm_inputs
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from families import FAMILIES, build, has_masks
 
 __all__ = ['watch']
 
@@ -54,7 +59,7 @@ def watch(name: str, steps: int = 30, size: int = 320
     for step in range(steps):
         model.train_step(_batch(model, step, size), wrapper)
     incidents = wrapper._stop.total
-    outcome = wrapper._guard.look_again().outcome
+    outcome = wrapper.arm(model).diagnosis.look_again().result
     return incidents, outcome.seen, len(outcome.origins)
 
 

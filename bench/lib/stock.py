@@ -5,7 +5,7 @@ takes only bfloat16 on a CPU. What is bypassed is exactly that: the device
 check, the scaler's device and the autocast context, which becomes our
 emulation of CUDA's. All decisions are the stock class's own.
 
-``python bench/stock.py TRAIN_PY CONFIG ...`` runs a training script so.
+``python bench/lib/stock.py TRAIN_PY CONFIG ...`` runs a training script so.
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the emulation costs: one training step in fp32 and in emulated half.
 
-``python bench/emulation_cost.py [--steps N]`` prints the medians of
+``python bench/cost/emulation_cost.py [--steps N]`` prints the medians of
 interleaved steps of Faster R-CNN R18-FPN (2 images of 320x240), their ratio,
 and the peak memory of each kind, measured in a process of its own.
 """
@@ -15,28 +15,17 @@ import sys
 import time
 from typing import Any
 
-import torch
-from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
 from mmdet.utils import register_all_modules
-from mmengine.config import Config
 
 from mmdet_nanfix.emulation import cuda_autocast
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
+    os.path.abspath(__file__))), 'lib'))
+
+from measuring import detector, memory
+
 KINDS = ('fp32', 'half')
-
-
-def detector() -> Any:
-    """Faster R-CNN R18-FPN with MMDetection's own sampling."""
-    cfg = Config.fromfile(os.path.join(ROOT, 'configs', '_base_small.py'))
-    cfg.model.train_cfg.rcnn.sampler.num = 512
-    cfg.model.train_cfg.rpn.sampler.num = 256
-    cfg.model.train_cfg.rpn_proposal.update(nms_pre=2000, max_per_img=1000)
-    torch.manual_seed(0)
-    model = MODELS.build(cfg.model)
-    model.init_weights()
-    return model.train()
 
 
 def step(model: Any, batch: Any, kind: str) -> float:
@@ -57,13 +46,6 @@ def peak_memory(kind: str, steps: int) -> int:
         [sys.executable, os.path.abspath(__file__), '--only', kind,
          '--steps', str(steps)], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
-
-
-def memory(field: str) -> int:
-    """A field of this process's status, in KiB."""
-    with open('/proc/self/status') as file:
-        return next(int(line.split()[1]) for line in file
-                    if line.startswith(field))
 
 
 def main() -> None:
