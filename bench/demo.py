@@ -3,7 +3,7 @@
 Both runs go through MMDetection's own ``tools/train.py`` in emulated half
 precision, with the same seed and the same fixed ``loss_scale=512.``; the
 configs differ by ``custom_imports`` alone. The run without the guard is the
-stock class with its device check bypassed (see ``bench/lib/stock.py``), since it
+stock class with its device check bypassed (see ``lib/stock.py``), since it
 refuses a CPU.
 """
 from __future__ import annotations

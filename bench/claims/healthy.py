@@ -1,7 +1,7 @@
 """Count what is blamed in healthy detectors of many families.
 
-``python bench/claims/healthy.py [--steps N] [NAMES]`` trains each for 30 steps in
-emulated half without regions, on images of two sizes, counts incidents, and
+``python bench/claims/healthy.py [--steps N] [NAMES]`` trains each for 30 steps
+in emulated half without regions, on images of two sizes, counts incidents, and
 then replays the last step under the probe all the same. ``seen`` are
 operations that make something non-finite of finite inputs (attention masks,
 areas of large RoIs), ``reached`` those that reached a loss or a gradient.

@@ -1,7 +1,7 @@
 """What an incident costs: found, located, explained.
 
-``python bench/cost/incident_cost.py [--steps N]`` trains Faster R-CNN R18-FPN (2
-images of 320x240, emulated half) and prints for faults of several kinds the
+``python bench/cost/incident_cost.py [--steps N]`` trains Faster R-CNN R18-FPN
+(2 images of 320x240, emulated half) and prints for faults of several kinds the
 time of the step that fails, in healthy steps, with the number of its
 replays; then the time of a run in which 1 % of the batches are bad against
 one without, interleaved step by step.
@@ -22,6 +22,8 @@ from mmdet.utils import register_all_modules
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from torch import nn
+
+from mmdet_nanfix.diagnosis.replay.replayer import Replayer
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
     os.path.abspath(__file__))), 'lib'))
@@ -118,17 +120,17 @@ def _incident(model: nn.Module, batch: Batch, spoil: Spoil
     bad = copy.deepcopy(batch)
     spoil(run, bad)
     made: list[Any] = []
-    original = replayer.Replayer.run
+    original = Replayer.run
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
         return original(*args, **kwargs)
 
-    replayer.Replayer.run = counted  # type: ignore[method-assign]
+    Replayer.run = counted  # type: ignore[method-assign]
     try:
         seconds = run.step(bad, 9)
     finally:
-        replayer.Replayer.run = original  # type: ignore[method-assign]
+        Replayer.run = original  # type: ignore[method-assign]
     if not run.wrapper._stop.total + run.wrapper._stop.saved:
         raise RuntimeError('the fault was none')
     return healthy, seconds, len(made)

@@ -1,7 +1,7 @@
 """What the guard costs a healthy step, beside the stock class and others.
 
-``python bench/cost/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2 images
-of 320x240, BatchNorm trained) with interleaved steps of each kind
+``python bench/cost/overhead.py [--steps N]`` trains Faster R-CNN R18-FPN (2
+images of 320x240, BatchNorm trained) with interleaved steps of each kind
 (``guarded`` has no fp32 regions) and prints for each the median of its time
 ratios to the stock step next to it, and what one step calls: aten operations
 as they reach the device, operations counted by the profiler, and reads from

@@ -1,7 +1,7 @@
 """What the fp32 regions cost a training step, for detectors of many families.
 
 ``python bench/cost/regions_cost.py [--steps N] [NAMES]`` prints the table of
-``bench/cost/regions.md``: tiny detectors on a CPU in emulated half, guarded, with
+``regions.md``: tiny detectors on a CPU in emulated half, guarded, with
 ``fp32='heads'`` against ``fp32=None``, interleaved. Time is the median ratio
 of neighbouring steps. Operations are those that reach the device. Memory is
 the peak of a process of its own above what it starts with. What stock's

@@ -90,8 +90,8 @@ class NanSafeAmpOptimWrapper(GuardedOptimWrapper, AmpOptimWrapper):
 
     def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
         if self._is_emulated:
-            from ... import emulation
-            emulation.require()
+            from ...emulation import require
+            require()
         scale = LossScale(LossScaleSettings.from_arguments(
             self._loss_scale, overrides))
         self._in_force = scale.scale
@@ -126,8 +126,8 @@ class NanSafeAmpOptimWrapper(GuardedOptimWrapper, AmpOptimWrapper):
         if dtype not in HALVES or 'all' in self.precision.extra:
             return contextlib.nullcontext()
         if device == 'cpu':
-            from ... import emulation
-            return emulation.cuda_autocast(dtype)
+            from ...emulation import cuda_autocast
+            return cuda_autocast(dtype)
         return torch.autocast(device, dtype)
 
     def found_inf(self) -> bool:
