@@ -1,9 +1,9 @@
 """Compare the emulation on a CPU with CUDA autocast itself.
 
 ``python bench/claims/gpu_agreement.py`` runs every operation of PyTorch's own
-answer key, mmcv's operations, and three detectors, forward and backward, on both,
-and prints where they disagree. Exit status: 0 they agree, 1 they do not, 0
-with one line where there is no CUDA device.
+answer key, mmcv's operations, and three detectors, forward and backward, on
+both, and prints where they disagree. Exit status: 0 they agree, 1 they do
+not, 0 with one line where there is no CUDA device.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What losses and matching costs of MMDetection give in half, and in fp32.
 
 ``python bench/claims/losses.py`` prints the tables of the README: for each
-class the input of ``lib/loss_inputs.py`` on which stock is worst and ours is right
-(the first one where stock is right on all), the largest ones that no
+class the input of ``lib/loss_inputs.py`` on which stock is worst and ours is
+right (the first one where stock is right on all), the largest ones that no
 detector has left out. Predictions are half, targets
 fp32, under the emulation of CUDA's autocast; gradients are those of half
 predictions at a loss scale of 512: one that does not fit there is inf

@@ -239,9 +239,9 @@ class _State:
 
     def survives(self, case: Case, batch: dict[str, Any]) -> bool:
         """Train on for two steps without the fault."""
-        guard = self._wrapper._guard
+        guard = self._wrapper.arm(self._model)
         # What comes of it is not looked into.
-        guard._inquiry._left = 0
+        guard.diagnosis.stop_replaying()
         hub = MessageHub.get_current_instance()
         for count in range(2 * case['accumulate']):
             hub.update_info('iter', window_end(case) + count)

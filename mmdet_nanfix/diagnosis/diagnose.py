@@ -57,6 +57,10 @@ class Diagnostician:
         self._left = -1 if max_incidents is None else max_incidents
         self._good: CapturedForward | None = None
 
+    def stop_replaying(self) -> None:
+        """Replay nothing from now on."""
+        self._left = 0
+
     def note_terms(self, terms: Mapping[str, list[Tensor]]) -> None:
         """Remember who owns which loss, before a graph is let go."""
         self._parts.note_owners(terms)

@@ -16,9 +16,8 @@ from .averages import AveragedModels
 from .batch import BatchSnapshot
 from .rng import Rng, cuda_devices, has_room
 from .snapshot import Snapshot, Undo
-from .transaction import Transaction
 
 __all__ = [
-    'AveragedModels', 'BatchSnapshot', 'Rng', 'Snapshot', 'Transaction',
+    'AveragedModels', 'BatchSnapshot', 'Rng', 'Snapshot',
     'Undo', 'cuda_devices', 'has_room'
 ]

@@ -25,7 +25,7 @@ from .settings import is_off
 
 __all__ = [
     'NanGuardHook', 'NanSafeAmpOptimWrapper', 'NanSafeOptimWrapper',
-    'fp32_class', 'fp32_losses', 'register_losses', 'register'
+    'fp32_class', 'fp32_losses', 'register', 'register_losses'
 ]
 
 
