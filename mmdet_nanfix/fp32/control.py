@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 from torch import nn
 
@@ -23,9 +23,10 @@ class PrecisionControl:
         mode: Which regions run in fp32, of :data:`.wrapping.MODES`.
         device: Type of the device whose autocast is left.
         given: Paths of modules that the config has in fp32.
-        promoted: Returns the paths of all modules that stay in fp32 now.
 
     Attributes:
+        promoted: Paths of all modules that stay in fp32, ``given`` ones
+            included.
         extra: What is in fp32 beside that, during a replay or a retry.
 
     Raises:
@@ -33,12 +34,11 @@ class PrecisionControl:
     """
 
     def __init__(self, model: nn.Module, mode: str | None, device: str,
-                 given: Sequence[str] = (),
-                 promoted: Callable[[], Sequence[str]] = tuple) -> None:
+                 given: Sequence[str] = ()) -> None:
         self._model = model
         self._mode = mode
         self._device = device
-        self._promoted = promoted
+        self.promoted: Sequence[str] = tuple(given)
         self._modules: dict[str, modules.Fp32Module] = {}
         self.extra: tuple[str, ...] = ()
         known = dict(model.named_modules())
@@ -77,7 +77,7 @@ class PrecisionControl:
 
     def active(self) -> Any:
         """Return the region of a forward or a backward; no device sync."""
-        names = [*self.extra, *self._promoted()]
+        names = [*self.extra, *self.promoted]
         if not names:
             return regions.switched(self._mode, self._device)
         mode = self._mode

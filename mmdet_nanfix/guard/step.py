@@ -30,7 +30,6 @@ from .rules.loss_scale import LossScale
 from .rules.promotions import Fp32Promotions
 from .rules.stop_rule import StopRule
 from .state.buffers import WatchedBuffers
-from .state.snapshot import Undo
 from .state.transaction import Transaction
 from .trainer import PlainTrainer
 from .without_diagnosis import NoDiagnosis, StepParts
@@ -71,8 +70,6 @@ class GuardedStep:
         stop: Stop rule.
         trainer: The training loop; None for a model that is trained by hand.
         diagnose: Makes what explains failed steps.
-        others: State outside of the model that a forward advances, as for
-            :class:`.Transaction`.
         sharded: Parameters are shards that cannot carry an anchor: the flag
             is left in :attr:`flag` for the host to fold in.
         promotions: Modules that stay in fp32.
@@ -91,7 +88,6 @@ class GuardedStep:
                  stop: StopRule,
                  trainer: Trainer | None = None,
                  diagnose: Callable[[StepParts], Diagnosis] = NoDiagnosis,
-                 others: Sequence[Callable[[], Callable[[], Undo]]] = (),
                  sharded: bool = False,
                  promotions: Fp32Promotions | None = None) -> None:
         self.model = model
@@ -105,7 +101,8 @@ class GuardedStep:
         self._optimizer = optimizer
         self._known: tuple[Any, set[int]] = ((), set())
         self._anchor = Anchor(self._optimized, sharded)
-        self._transaction = Transaction(model, others)
+        self._transaction = Transaction(
+            model, [self._trainer.remember])
         self._window: list[MicroStep] = []
         self._capture = ForwardCapture(self._transaction)
         self._flags: list[Tensor] = []

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import Any, ContextManager, Iterable, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from .protocols import (
     RetryResult,
     RunConfig,
 )
+from .state.snapshot import Undo
 
 __all__ = ['PlainTrainer', 'SingleProcess']
 
@@ -64,6 +65,10 @@ class PlainTrainer:
     def position(self) -> int:
         """Return the number of backwards so far."""
         return 0
+
+    def remember(self) -> Callable[[], Undo]:
+        """Remember nothing outside of the model."""
+        return lambda: lambda: None
 
     def half_op(self) -> tuple[str | None, int]:
         """Return that no half operation is emulated."""

@@ -69,10 +69,9 @@ def test_one_part_and_all_that_is_called_of_it():
 
 def test_parts_that_stay_so():
     model, promoted = Model(), ['first']
-    control = PrecisionControl(model, 'heads', 'cpu',
-                               promoted=lambda: promoted)
+    control = PrecisionControl(model, 'heads', 'cpu', promoted)
     assert dtypes(model, control)[0] == 'float32'
-    promoted.append('second')
+    control.promoted = ['first', 'second']
     assert dtypes(model, control) == ['float32'] * 3
     # Outside of a step all is as it was.
     with cuda_autocast():
@@ -83,7 +82,7 @@ def test_nothing_is_left_on_the_modules():
     model = Model()
     before = {name: set(vars(module)) for name, module
               in model.named_modules()}
-    control = PrecisionControl(model, None, 'cpu', promoted=lambda: ['first'])
+    control = PrecisionControl(model, None, 'cpu', ['first'])
     dtypes(model, control)
     assert before == {name: set(vars(module)) for name, module
                       in model.named_modules()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import REFUSED, batch_for, build
 from helpers.torch_features import autocast_is_on
+from measuring import Calls
 from mmdet.models.losses import FocalLoss
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.assigners import HungarianAssigner
@@ -16,7 +17,6 @@ from mmdet.models.task_modules.assigners.match_cost import BaseMatchCost
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import build_optim_wrapper
 from mmengine.structures import InstanceData
-from measuring import Calls
 from stock import stock_on_cpu
 from torch import nn
 from torch.nn import functional

@@ -34,7 +34,6 @@ from .trainer import (
     MMEngineTrainer,
     NotCompiled,
     ProcessGroup,
-    hub_undo,
     together,
 )
 
@@ -106,8 +105,7 @@ class GuardedOptimWrapper(OptimWrapper):
         self._look_first = alone and segfaults(bare) and device == 'cpu'
         self._alone = alone
         self.precision = PrecisionControl(
-            bare, self._regions(), device, self._promotions.given,
-            lambda: self._promotions.names)
+            bare, self._regions(), device, self._promotions.given)
         self._drop_unknown()
         self._trainer = MMEngineTrainer(
             self, model, bare, self.precision, ProcessGroup(alone),
@@ -116,7 +114,6 @@ class GuardedOptimWrapper(OptimWrapper):
             bare, self.optimizer, self._scale, self._stop, self._trainer,
             functools.partial(diagnostician,
                               max_incidents=self.settings.max_incidents),
-            others=[functools.partial(hub_undo, self.message_hub)],
             sharded=sharded, promotions=self._promotions)
         self._guard.history.load_state_dict(self._loaded)
         if not alone:
@@ -134,6 +131,7 @@ class GuardedOptimWrapper(OptimWrapper):
         if lost:
             warn(f'the checkpoint has {", ".join(lost)} in fp32, which this '
                  'model does not have: not any more')
+        self.precision.promoted = tuple(self._promotions.names)
 
     @contextlib.contextmanager
     def replay_context(self, report: Callable[[Tensor], None] = lambda flag: (
@@ -224,6 +222,7 @@ class GuardedOptimWrapper(OptimWrapper):
                                       self._trainer.clock()[1])
         if verdict.incident is not None:
             self._reporter.report(verdict.incident)
+            self.precision.promoted = tuple(self._promotions.names)
         if verdict.note is not None:
             warn(verdict.note)
         if verdict.stop is not None or (

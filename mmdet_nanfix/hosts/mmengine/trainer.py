@@ -27,7 +27,7 @@ from ...torch_support import not_compiled
 
 __all__ = [
     'MMEngineTrainer', 'NotCompiled', 'ProcessGroup', 'ReplayOptimWrapper',
-    'hub_undo', 'together'
+    'together'
 ]
 
 
@@ -163,6 +163,17 @@ class MMEngineTrainer(PlainTrainer):
         """Return the number of backwards so far."""
         return int(self._wrapper.inner_count)
 
+    def remember(self) -> Callable[[], Undo]:
+        """Remember the message hub, which a forward may write to.
+
+        A history is never written to in place, but re-assigned.
+        """
+        hub: MessageHub = self._wrapper.message_hub
+        spaces = [hub.runtime_info, hub.log_scalars,
+                  *map(vars, hub.log_scalars.values())]
+        before = Snapshot([(space, dict(space)) for space in spaces])
+        return lambda: before.diff().revert
+
     def half_op(self) -> tuple[str | None, int]:
         """Return the half operation that is emulated right now."""
         return self._wrapper.half_op()
@@ -216,17 +227,6 @@ class MMEngineTrainer(PlainTrainer):
                 return RetryResult(logged)
             norm = wrapper.gradient_norm()
         return RetryResult(logged, None if norm is None else float(norm))
-
-
-def hub_undo(hub: MessageHub) -> Callable[[], Undo]:
-    """Undo what a forward writes to a message hub.
-
-    A history is never written to in place, but re-assigned.
-    """
-    spaces = [hub.runtime_info, hub.log_scalars,
-              *map(vars, hub.log_scalars.values())]
-    before = Snapshot([(space, dict(space)) for space in spaces])
-    return lambda: before.diff().revert
 
 
 class NotCompiled:
