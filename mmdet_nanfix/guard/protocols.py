@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..incidents import Cause, HeadState, Where
 from .state.batch import BatchSnapshot
 from .state.rng import Rng
-from .state.snapshot import Undo
+from .state.snapshot import Snapshot
 
 __all__ = [
     'CapturedForward', 'CaughtException', 'Diagnosis', 'Evidence',
@@ -240,13 +240,8 @@ class Trainer(Protocol):
     def position(self) -> int:
         """Return the number of backwards so far."""
 
-    def remember(self) -> Callable[[], Undo]:
-        """Remember state outside of the model that a forward advances.
-
-        Returns:
-            What is called when the forward has ended; it returns what
-            undoes what the forward did.
-        """
+    def remember(self) -> Snapshot:
+        """Remember state outside of the model that a forward advances."""
 
     def half_op(self) -> tuple[str | None, int]:
         """Return the half operation that is emulated right now, or None.

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import Any, Callable, ContextManager, Iterable, Sequence
+from typing import Any, ContextManager, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from .protocols import (
     RetryResult,
     RunConfig,
 )
-from .state.snapshot import Undo
+from .state.snapshot import Snapshot
 
 __all__ = ['PlainTrainer', 'SingleProcess']
 
@@ -66,9 +66,9 @@ class PlainTrainer:
         """Return the number of backwards so far."""
         return 0
 
-    def remember(self) -> Callable[[], Undo]:
+    def remember(self) -> Snapshot:
         """Remember nothing outside of the model."""
-        return lambda: lambda: None
+        return Snapshot()
 
     def half_op(self) -> tuple[str | None, int]:
         """Return that no half operation is emulated."""

@@ -1,7 +1,7 @@
 """Every loss and matching cost of mmdet against its own formula in fp64.
 
-Inputs are those of ``bench/lib/loss_inputs.py``: rounded to half or bfloat16, so
-that the reference sees the same numbers.
+Inputs are those of ``bench/lib/loss_inputs.py``: rounded to half or bfloat16,
+so that the reference sees the same numbers.
 """
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from .averages import AveragedModels
 from .batch import BatchSnapshot
 from .rng import Rng, cuda_devices, has_room
-from .snapshot import Snapshot, Undo
+from .snapshot import Snapshot
 
 __all__ = [
     'AveragedModels', 'BatchSnapshot', 'Rng', 'Snapshot',
-    'Undo', 'cuda_devices', 'has_room'
+    'cuda_devices', 'has_room'
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...torch_support import not_compiled
 from .backup import TensorBackup
 from .rng import Rng, cuda_devices
-from .snapshot import Diff, Snapshot, Undo
+from .snapshot import Diff, Snapshot
 
 __all__ = ['Transaction']
 
@@ -27,20 +27,18 @@ class Transaction:
 
     Args:
         model: The bare model; nothing is left on it.
-        others: State elsewhere: each is called when a forward begins,
-            returns what is called when it has ended, which returns what
-            takes back what happened in between.
+        others: Remember state elsewhere, when a forward begins.
     """
 
     def __init__(self, model: nn.Module,
-                 others: Sequence[Callable[[], Callable[[], Undo]]] = ()
+                 others: Sequence[Callable[[], Snapshot]] = ()
                  ) -> None:
         self.model = model
         self._others = others
         self._devices = cuda_devices(model)
         self._backup = TensorBackup()
         self._before: Snapshot | None = None
-        self._ends: list[Callable[[], Undo]] = []
+        self._elsewhere: list[Snapshot] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._settled: list[Diff] = []
         self._rng = Rng(self._devices)
@@ -56,7 +54,7 @@ class Transaction:
         """
         self._rng = Rng(self._devices)
         self._before = Snapshot.of([self.model])
-        self._ends = [other() for other in self._others]
+        self._elsewhere = [other() for other in self._others]
         if not self.open:
             self._backup.copy(self._before.tensors)
             self._arrays = self._before.arrays
@@ -67,7 +65,8 @@ class Transaction:
         if self._before is None:
             return
         diff = self._before.diff()
-        diff.undos = diff.undos + [end() for end in self._ends]
+        diff.undos = diff.undos + [
+            elsewhere.diff().revert for elsewhere in self._elsewhere]
         self._settled.append(diff)
         self._before = None
 
@@ -101,7 +100,7 @@ class Transaction:
         """What happened in the window stays."""
         # Let go of what the model held before.
         self.open = False
-        self._before, self._ends, self._settled = None, [], []
+        self._before, self._elsewhere, self._settled = None, [], []
         self._arrays = []
 
     def rollback(self) -> None:

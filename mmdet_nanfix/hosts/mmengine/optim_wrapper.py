@@ -30,12 +30,7 @@ from ...torch_support import not_compiled
 from .model_kinds import has_compiled_parts, is_sharded, segfaults
 from .reporter import IncidentReporter, say, warn
 from .settings import Settings, device_of, split_settings
-from .trainer import (
-    MMEngineTrainer,
-    NotCompiled,
-    ProcessGroup,
-    together,
-)
+from .trainer import MMEngineTrainer, NotCompiled, ProcessGroup, together
 
 __all__ = ['GuardedOptimWrapper']
 

@@ -22,7 +22,7 @@ from ...guard import (
     RunConfig,
 )
 from ...guard.checks import sanitizing
-from ...guard.state import Snapshot, Undo
+from ...guard.state import Snapshot
 from ...torch_support import not_compiled
 
 __all__ = [
@@ -163,7 +163,7 @@ class MMEngineTrainer(PlainTrainer):
         """Return the number of backwards so far."""
         return int(self._wrapper.inner_count)
 
-    def remember(self) -> Callable[[], Undo]:
+    def remember(self) -> Snapshot:
         """Remember the message hub, which a forward may write to.
 
         A history is never written to in place, but re-assigned.
@@ -171,8 +171,7 @@ class MMEngineTrainer(PlainTrainer):
         hub: MessageHub = self._wrapper.message_hub
         spaces = [hub.runtime_info, hub.log_scalars,
                   *map(vars, hub.log_scalars.values())]
-        before = Snapshot([(space, dict(space)) for space in spaces])
-        return lambda: before.diff().revert
+        return Snapshot([(space, dict(space)) for space in spaces])
 
     def half_op(self) -> tuple[str | None, int]:
         """Return the half operation that is emulated right now."""

@@ -1,0 +1,84 @@
+"""A failed step, call by call: which files it enters, and who calls up."""
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+
+import pytest
+from families import batch_for, build
+from helpers.paths import ROOT
+from helpers.torch_features import needs_half
+from helpers.training import wrap
+
+PACKAGE = os.path.join(ROOT, 'mmdet_nanfix', '')
+# What is below another may not call it, but for these.
+RANKS = ['incidents', 'torch_support', 'fp32', 'emulation', 'guard',
+         'diagnosis', 'hosts']
+PROTOCOLS = {'MMEngineTrainer', 'ProcessGroup', 'Diagnostician'}
+MOST_FILES = 30
+
+
+class Followed:
+    """Region whose calls into the package are noted.
+
+    Attributes:
+        files: Those that were entered.
+        upward: Caller and callee of calls from a package to one above it.
+    """
+
+    def __init__(self):
+        self.files, self.upward = set(), set()
+
+    def __enter__(self):
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+    def _see(self, frame, event, arg):
+        path = frame.f_code.co_filename
+        if event != 'call' or not path.startswith(PACKAGE):
+            return
+        self.files.add(path[len(PACKAGE):])
+        caller = frame.f_back
+        above, below = package_of(path), package_of(caller.f_code.co_filename)
+        if below in RANKS and RANKS.index(above) > RANKS.index(below) and (
+                'guard' in RANKS[:RANKS.index(above) + 1]):
+            owner = frame.f_locals.get('self')
+            name = type(owner).__name__ if owner is not None else ''
+            if name not in PROTOCOLS:
+                self.upward.add((caller.f_code.co_name, below,
+                                 frame.f_code.co_name, above))
+
+
+def package_of(path):
+    return path[len(PACKAGE):].partition(os.sep)[0] if (
+        path.startswith(PACKAGE)) else ''
+
+
+@needs_half
+@pytest.mark.parametrize('fault', ['a high scale', 'a pixel'])
+def test_a_failed_step_enters_few_files_and_calls_up_by_protocol(fault):
+    model = build('faster_rcnn')
+    wrapper = wrap(model, optimizer=dict(type='SGD', lr=1e-4),
+                   loss_scale=dict(init_scale=64., max_scale=2.**30))
+    wrapper.initialize_count_status(model, 0, 9)
+    batch = batch_for(model, 96)
+    model.train_step(copy.deepcopy(batch), wrapper)
+    if fault == 'a high scale':
+        wrapper.set_scale(2.**30)
+        wrapper._scale.scale = 2.**30
+    else:
+        batch['inputs'][0] = batch['inputs'][0].float()
+        batch['inputs'][0][0, 0, 0] = math.nan
+    with Followed() as seen:
+        model.train_step(batch, wrapper)
+    assert wrapper._stop.total + wrapper._stop.saved == 1
+    assert seen.upward == set()
+    # What computes half on a CPU is not there on a GPU.
+    entered = {path for path in seen.files
+               if not path.startswith('emulation')}
+    assert len(entered) <= MOST_FILES, sorted(entered)
