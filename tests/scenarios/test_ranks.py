@@ -20,9 +20,12 @@ def together(tmp_path_factory):
     """What each rank saw in a case; all cases run in one pair."""
     out = tmp_path_factory.mktemp('ranks')
     env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join(
-        [ROOT, os.path.join(ROOT, 'bench'), os.path.join(ROOT, 'tests')]))
+        [ROOT, *(os.path.join(ROOT, *parts) for parts in (
+            ('bench', ), ('bench', 'lib'), ('bench', 'cost'),
+            ('tests', )))]))
     processes = [subprocess.Popen(
-        [sys.executable, os.path.join(ROOT, 'tests', 'ranks_worker.py'),
+        [sys.executable,
+         os.path.join(ROOT, 'tests', 'helpers', 'ranks_worker.py'),
          str(rank), str(out / 'store'), str(out)], env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(2)]

@@ -19,40 +19,10 @@ from mmengine.optim import build_optim_wrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmdet_nanfix import step as step_module
-from mmdet_nanfix.diagnosis.cause.remedy import Remedy, choose
-from mmdet_nanfix.diagnosis.replay.origin import Findings
-from mmdet_nanfix.incidents.records import Cause
+from mmdet_nanfix.guard import RetryResult
+from mmdet_nanfix.guard import retry as retry_module
 
 HIGH = 2.**30
-
-
-def cause(code):
-    return Cause(code, [], '')
-
-
-@pytest.mark.parametrize('code, found, wanted', [
-    ('NF101', dict(fits=64.), Remedy('retried', 64.)),
-    ('NF101', dict(), None),
-    ('NF102', dict(part='rpn_head', proven={'part in fp32'}),
-     Remedy('rescued_fp32_head', None, ('rpn_head', ))),
-    ('NF102', dict(part='rpn_head', fits=8., proven={'part in fp32'}),
-     Remedy('rescued_fp32_head', 8., ('rpn_head', ))),
-    # The loss was finite, but something after it was not.
-    ('NF102', dict(part='rpn_head'), None),
-    ('NF103', dict(mode='losses', proven={'losses in fp32'}),
-     Remedy('rescued_fp32_head', None, ('losses', ))),
-    ('NF108', dict(fits=64.), None), ('NF104', dict(fits=64.), None),
-    ('NF105', dict(part='backbone', proven={'part in fp32'}), None),
-])
-def test_the_remedy_is_what_the_evidence_is_for(code, found, wanted):
-    findings = Findings(norm=1., **found)
-    assert choose(cause(code), findings, lambda norm: True) == wanted
-    # Absurd, or nothing to compare with.
-    assert choose(cause(code), findings, lambda norm: False) is None
-    assert choose(cause(code), findings, lambda norm: None) is None
-    assert choose(None, findings, lambda norm: True) is None
-    assert choose(cause(code), Findings(**found), lambda norm: True) is None
 
 
 def set_scale(wrapper, scale):
@@ -270,21 +240,28 @@ def test_a_part_that_does_not_exist_is_refused(toy):
         wrap(toy, nanfix=dict(fp32_modules='rpn_head'))
 
 
+RETRY = 'mmdet_nanfix.hosts.mmengine.trainer.MMEngineTrainer.retry'
+
+
 def out_of_memory(*args, **kwargs):
     raise MemoryError
+
+
+def absurd(self, batches, *args):
+    """The replay was fine, the step itself is not."""
+    list(batches)
+    return RetryResult({}, 1e30)
 
 
 @pytest.mark.parametrize('how', ['no room', 'no memory', 'an absurd norm'])
 def test_a_rescue_that_fails_leaves_a_skipped_step(how, monkeypatch):
     if how == 'no room':
-        monkeypatch.setattr(step_module, 'has_room', lambda *args: False)
+        monkeypatch.setattr(retry_module, 'has_room', lambda *args: False)
     elif how == 'no memory':
-        monkeypatch.setattr('mmdet_nanfix.hosts.mmengine.trainer.Retries.run',
+        monkeypatch.setattr(RETRY,
                             out_of_memory)
     else:
-        # The replay was fine, the step itself is not.
-        monkeypatch.setattr('mmdet_nanfix.hosts.mmengine.trainer.Retries.norm',
-                            lambda self: 1e30)
+        monkeypatch.setattr(RETRY, absurd)
     model, wrapper, incidents = hot(steps=0)
     before = copy.deepcopy(model.state_dict())
     train(model, wrapper, toy_batch())
@@ -401,9 +378,10 @@ def test_draws_after_a_rescue_that_failed_are_those_after_a_skip(monkeypatch):
         make_hot(model.rpn_head)
         with monkeypatch.context() as patch:
             patch.setattr(
-                'mmdet_nanfix.hosts.mmengine.trainer.Retries.run', out_of_memory)
+                RETRY, out_of_memory)
             if how == 'skip':
-                patch.setattr(step_module, 'choose', lambda *args: None)
+                patch.setattr('mmdet_nanfix.guard.retry.Retry.attempt',
+                              lambda *args: None)
             torch.manual_seed(5)
             for _ in range(2):
                 batch = toy_batch()

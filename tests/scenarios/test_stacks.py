@@ -1,6 +1,6 @@
 """The same record of a fault on every stack of versions.
 
-``python tests/test_stacks.py`` writes the files in ``records/`` anew.
+``python tests/scenarios/test_stacks.py`` writes the files in ``records/``.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAULTS = os.path.join(ROOT, 'bench', 'faults')
 sys.path.insert(0, FAULTS)
 import run as faults  # noqa: E402
 
-RECORDS = os.path.join(ROOT, 'tests', 'records')
+RECORDS = os.path.join(ROOT, 'tests', 'scenarios', 'records')
 CASES = ['nan_pixel_faster_rcnn', 'zero_width_box_retinanet',
          'large_label_faster_rcnn', 'half_linear_bbox_head_faster_rcnn',
          'high_scale_faster_rcnn']
