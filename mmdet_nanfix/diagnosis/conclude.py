@@ -240,8 +240,7 @@ def origin_of(found: Findings) -> dict[str, Any] | None:
 
 def _tests(found: Findings) -> list[str]:
     """All replays and what they showed, each once."""
-    named = [f'{name.value}: {experiment.words}'
-             for name, experiment in found.experiments.items()
-             if name is not Counterfactual.FIRST]
-    return [test for test in found.tests
-            if not any(test in line for line in named)] + named
+    return [*found.tests, *(
+        f'{name.value}: {experiment.words}'
+        for name, experiment in found.experiments.items()
+        if name is not Counterfactual.FIRST)]

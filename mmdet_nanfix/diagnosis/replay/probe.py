@@ -33,6 +33,7 @@ from .op_record import (
     bad_rows,
     describe,
     function_of,
+    is_beyond,
     is_floating,
 )
 
@@ -255,7 +256,7 @@ class NonFiniteTracer(TorchDispatchMode):
         constant = schema.name == 'lift_fresh'
         asked = constant or any(isinstance(value, float) and (
             math.isinf(value) or schema.fills
-            and _is_beyond(value, spoiled)) for value in leaves)
+            and is_beyond(value, spoiled)) for value in leaves)
         name, site = self._place(schema.name, node)
         if constant:
             # Numbers that come in from Python or numpy.
@@ -326,9 +327,3 @@ class NonFiniteTracer(TorchDispatchMode):
                 self._bad.mark(tensor, found[0])
             parents.extend(found)
         return parents
-
-
-def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:
-    """Whether a finite number is an infinity in the dtype of a result."""
-    return any(abs(value) > torch.finfo(result.dtype).max
-               for result in results)
