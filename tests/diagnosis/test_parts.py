@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from mmdet_nanfix.diagnosis.parts import ModelParts, loss_terms
+from mmdet_nanfix.diagnosis.parts import ModelParts
+from mmdet_nanfix.guard.checks import loss_terms
 
 
 class Cascade(nn.Module):
