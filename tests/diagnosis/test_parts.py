@@ -95,6 +95,16 @@ def test_level_lists_are_summed_as_the_host_logs_them():
     assert state['?'].losses == {'loss_x': 4.}
 
 
+def test_losses_are_owned_where_they_were_computed():
+    """A mask loss of weights that another head has predicted."""
+    parts = ModelParts(Cascade())
+    loss = torch.ones(1, requires_grad=True).sum()
+    assert 'rpn_head' not in parts.state({'loss_x': [loss]}, []) or (
+        not parts.state({'loss_x': [loss]}, [])['rpn_head'].losses)
+    parts.note_sites({'loss_x': [None, '', 'roi_head', 'rpn_head']})
+    assert parts.state({'loss_x': [loss]}, [])['rpn_head'].losses
+
+
 def test_bad_weights():
     model = Cascade()
     assert ModelParts(model).bad_weights() == []
