@@ -167,7 +167,7 @@ def _owner(site: CallSite, parts: ModelParts) -> str | None:
 
 
 def refine_where(where: Where, found: Findings, parts: ModelParts,
-            by_step: Callable[[str], str | None]) -> Where:
+                 by_step: Callable[[str], str | None]) -> Where:
     """Where it began, with what a replay has found.
 
     Args:

@@ -6,14 +6,21 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.guards import FakeRanks, parts_of
+from helpers.guards import FakeRanks, guard_of, parts_of, run
 from helpers.toy import ToyDetector, toy_batch
 from helpers.training import train, wrap
 from mmengine.logging import MessageHub
 
+from mmdet_nanfix.diagnosis import diagnostician
 from mmdet_nanfix.diagnosis.cause.symptoms import Symptoms
+from mmdet_nanfix.diagnosis.context import RunContext
 from mmdet_nanfix.diagnosis.diagnose import Diagnostician
-from mmdet_nanfix.diagnosis.findings import Failure, Findings, ReplayStatus
+from mmdet_nanfix.diagnosis.findings import (
+    Counterfactual,
+    Failure,
+    Findings,
+    ReplayStatus,
+)
 from mmdet_nanfix.diagnosis.parts import ModelParts
 from mmdet_nanfix.guard import CapturedForward, Evidence, MicroStep
 from mmdet_nanfix.guard.state import BatchSnapshot, Rng
@@ -148,6 +155,7 @@ def explained(findings, window=1, processes=None, max_incidents=100,
 
     def investigate(forward, context, good, raised):
         seen.append(forward.position)
+        conclusion.alone = context.alone
         return findings(forward.position)
 
     micros = [MicroStep(torch.tensor(1.), {}, None, CapturedForward(
@@ -209,3 +217,32 @@ def test_what_began_on_another_rank(failed, began, elsewhere):
     assert told.failed_here is not elsewhere
     assert concluded.evidence.ranks == (
         began or [0] * bool(failed) + [1])
+
+
+@pytest.mark.parametrize('processes', [None, FakeRanks(lambda flag: [])])
+def test_without_a_context_others_are_still_there(processes, monkeypatch):
+    """Who thinks that it is alone tries what leaves them waiting."""
+
+    def strange(*args):
+        raise KeyError('eps')
+
+    monkeypatch.setattr(RunContext, 'of', strange)
+    _, concluded, looked = explained(nothing, processes=processes)
+    assert looked == [0] and concluded.alone is (processes is None)
+
+
+def test_a_step_that_was_accepted_is_looked_into_again():
+    """Nothing is found where nothing is wrong."""
+    made = []
+
+    def diagnose(parts):
+        made.append(diagnostician(parts))
+        return made[0]
+
+    guard = guard_of(ToyDetector(), diagnose=diagnose)
+    assert made[0].look_again().replay == 'no step was accepted yet'
+    assert run(guard, toy_batch()).incident is None
+    found = made[0].look_again()
+    assert found.replay == 'the failure did not come again in a replay'
+    assert found.failed is None and found.origin is None
+    assert found.cured(Counterfactual.FIRST)

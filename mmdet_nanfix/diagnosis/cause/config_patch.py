@@ -9,8 +9,8 @@ from typing import Any, Mapping, Tuple
 from torch import nn
 
 __all__ = [
-    'LossModules', 'Place', 'as_config', 'config_place', 'is_loss',
-    'model_patch', 'optim_wrapper', 'rounded_down', 'to_hook', 'weight_of'
+    'LossModules', 'as_config', 'config_place', 'is_loss', 'model_patch',
+    'optim_wrapper', 'rounded_down', 'to_hook', 'weight_of'
 ]
 
 #: Path below ``model`` of a config, and what must stand there besides.

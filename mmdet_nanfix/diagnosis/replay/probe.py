@@ -59,7 +59,6 @@ class NonFiniteTracer(TorchDispatchMode):
         seen: Operations so far that made something non-finite of what was
             not, on purpose or not, whatever became of it.
         running: The operation that is under way, or that raised.
-
     """
 
     def __init__(self, sites: CallSites,
@@ -80,8 +79,9 @@ class NonFiniteTracer(TorchDispatchMode):
         # The half operation that is being computed, and its inputs.
         self._scope: tuple[int, list[Tensor]] = (0, [])
         for kind, name, tensor in given:
-            self._bad.mark(tensor, OpRecord(-1, kind, CallSite(), (kind, name),
-                                      outputs=[describe(tensor)]))
+            self._bad.mark(tensor, OpRecord(
+                -1, kind, CallSite(), (kind, name),
+                outputs=[describe(tensor)]))
         for tensor in meant:
             self._bad.mark(tensor, OpRecord(-1, 'buffer', CallSite(),
                                             meant=True))
@@ -105,7 +105,6 @@ class NonFiniteTracer(TorchDispatchMode):
 
         Args:
             modules: Of compiled functions that torch does not dispatch.
-
         """
         with contextlib.ExitStack() as undo:
             for module in modules:
@@ -128,7 +127,6 @@ class NonFiniteTracer(TorchDispatchMode):
             function: It; tensors among its arguments may be written to.
             *args: Its arguments.
             **kwargs: Likewise.
-
         """
         tensors = [value for value in tree_leaves((args, kwargs))
                    if is_floating(value)]
@@ -286,7 +284,7 @@ class NonFiniteTracer(TorchDispatchMode):
         meant = not has_nan and (asked or bool(parents)) and all(
             parent.meant for parent in parents)
         record = OpRecord(self.index - 1, name, site, parents=parents,
-                        meant=meant, backward=backward)
+                          meant=meant, backward=backward)
         self.seen += not parents
         if record.is_origin and not meant:
             record.inputs = [describe(value)

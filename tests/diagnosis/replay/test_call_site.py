@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
+from mmdet.models.losses import FocalLoss
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmdet_nanfix.diagnosis.replay.call_site import (
     CallSites,
@@ -14,6 +16,7 @@ from mmdet_nanfix.diagnosis.replay.call_site import (
     is_library,
 )
 from mmdet_nanfix.diagnosis.replay.op_record import CallSite
+from mmdet_nanfix.fp32 import PrecisionControl
 from mmdet_nanfix.torch_support import HAS_SEQUENCE_NR
 
 
@@ -166,6 +169,36 @@ def test_frames_of_torch_and_of_others():
         [sys._getframe(), sys._getframe(1)]))
     layer(torch.ones(1))
     assert [is_library(frame) for frame in seen] == [False, True]
+
+
+class Scored(nn.Module):
+    """A head whose loss has a formula of this package in a region."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_cls = FocalLoss()
+
+    def loss_by_feat(self, score, labels):
+        return self.loss_cls(score, labels)
+
+
+def test_a_formula_that_stands_for_a_loss_is_the_losses():
+    model = nn.Module()
+    model.bbox_head = Scored()
+    sites, seen = CallSites(model), []
+
+    class Look(TorchDispatchMode):
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(sites.here())
+            return func(*args, **(kwargs or {}))
+
+    given = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    control = PrecisionControl(model, 'losses', 'cpu')
+    with control.active(), Look():
+        model.bbox_head.loss_by_feat(*given)
+    assert {site.module for site in seen} == {'bbox_head.loss_cls'}
+    assert all(site.in_loss for site in seen)
 
 
 def node_of(sites, name, function, in_thread):
