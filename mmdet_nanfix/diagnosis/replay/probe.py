@@ -118,7 +118,7 @@ class NonFiniteTracer(TorchDispatchMode):
             undo.enter_context(self)
             yield
 
-    def untraced(self, name: str, function: Callable[..., Any],
+    def untraced(self, name: str, function: Callable[..., Any], /,
                  *args: Any, **kwargs: Any) -> Any:
         """Run a compiled function that torch does not dispatch.
 
