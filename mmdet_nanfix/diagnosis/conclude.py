@@ -167,7 +167,7 @@ def _owner(site: CallSite, parts: ModelParts) -> str | None:
 
 
 def refine_where(where: Where, found: Findings, parts: ModelParts,
-            by_step: Callable[[str], str | None]) -> Where:
+                 by_step: Callable[[str], str | None]) -> Where:
     """Where it began, with what a replay has found.
 
     Args:
@@ -240,8 +240,7 @@ def origin_of(found: Findings) -> dict[str, Any] | None:
 
 def _tests(found: Findings) -> list[str]:
     """All replays and what they showed, each once."""
-    named = [f'{name.value}: {experiment.words}'
-             for name, experiment in found.experiments.items()
-             if name is not Counterfactual.FIRST]
-    return [test for test in found.tests
-            if not any(test in line for line in named)] + named
+    return [*found.tests, *(
+        f'{name.value}: {experiment.words}'
+        for name, experiment in found.experiments.items()
+        if name is not Counterfactual.FIRST)]

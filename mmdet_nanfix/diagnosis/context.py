@@ -4,16 +4,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import Any, Callable, Mapping, Tuple
+from typing import Any, Callable
 
 from torch import nn
 
 from ..guard import StepParts
+from .cause.config_patch import Place
 from .replay.request import in_words
 
 __all__ = ['ErrorBoundary', 'RunContext']
-
-Place = Tuple[str, Mapping[str, Any]]
 
 
 @dataclasses.dataclass
@@ -98,6 +97,22 @@ class RunContext:
     def can_widen(self) -> bool:
         """Whether the same batch can be replayed at more precision."""
         return self.alone or self.together
+
+    def fitting(self, filled: float) -> float:
+        """Return the highest scale, in steps of the backoff, that fits half.
+
+        Gradients are proportional to the scale: what fills a share of half's
+        range at one scale fills it in proportion at another.
+
+        Args:
+            filled: That share at the lowest scale.
+        """
+        scale = self.scale
+        while scale > self.lowest:
+            scale *= self.backoff
+            if filled * scale / self.lowest < 1:
+                break
+        return max(scale, self.lowest)
 
 
 class ErrorBoundary(contextlib.AbstractContextManager):

@@ -149,7 +149,7 @@ class Counterfactuals:
         if result is None or result.norm is None:
             return
         found.norm = result.norm
-        found.fits = _fitting(context, low, result.filled or 0.)
+        found.fits = context.fitting(result.filled or 0.)
         words = f'at loss scale {found.fits:g} it does not come'
         sane = context.sane(result.norm)
         if not (sane and context.can_retry) and context.alone:
@@ -308,7 +308,7 @@ class Counterfactuals:
                                           gauge=True)
             if lowered.norm is not None and lowered.failed is None:
                 helped = lowered
-                found.fits = _fitting(context, low, lowered.filled or 0.)
+                found.fits = context.fitting(lowered.filled or 0.)
                 found.experiments[Counterfactual.PART_FP32] = Experiment(
                     True, f'with {part} in fp32 and loss scale '
                     f'{found.fits:g} it does not come')
@@ -320,20 +320,6 @@ _FAILED = {Failure.LOSS: 'the loss is bad',
            Failure.GRADS: 'gradients are bad',
            Failure.BUFFERS: 'buffers are bad',
            Failure.RAISED: 'the forward raises'}
-
-
-def _fitting(context: RunContext, low: float, filled: float) -> float:
-    """The highest scale, down in steps of the backoff, that fits half.
-
-    Gradients are proportional to the scale: what fills a share of half's
-    range at one scale fills it in proportion at another.
-    """
-    scale = context.scale
-    while scale > low:
-        scale *= context.backoff
-        if filled * scale / low < 1:
-            break
-    return max(scale, low)
 
 
 def _is_odd(pixels: Any) -> bool:

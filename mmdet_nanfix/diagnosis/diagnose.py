@@ -112,7 +112,7 @@ class Diagnostician:
             evidence: Of the step; what it changed is undone.
             can_retry: Whether the step can be made again.
         """
-        context = RunContext()
+        context = RunContext(alone=self._ranks.alone)
         together = self._all_have_room()
         with ErrorBoundary():
             context = self._context(together, can_retry)
@@ -174,7 +174,10 @@ class Diagnostician:
         With the weights of now: for finding out whether anything is blamed
         where nothing is wrong.
         """
-        return self._investigate(self._good, self._context(False, False))
+        if self._good is None:
+            return Findings(replay='no step was accepted yet')
+        return self._investigate(self._good, RunContext(
+            scale=self._step.scale.scale, alone=self._ranks.alone))
 
     def _all_have_room(self) -> bool:
         """Whether all of several processes can compute in fp32."""

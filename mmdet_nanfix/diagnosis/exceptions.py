@@ -120,8 +120,8 @@ class ExceptionDetails:
 
 
 def explain(error: Exception, model: nn.Module, forward: Forward,
-        args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
-        reset: Callable[[], None]) -> CaughtException | None:
+            args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: Rng,
+            reset: Callable[[], None]) -> CaughtException | None:
     """Explain by replays why a forward raised.
 
     Args:

@@ -9,7 +9,7 @@ from .replay.annotations import BadAnnotation
 from .replay.op_record import CallSite, OpRecord
 from .replay.request import ReplayRequest
 
-__all__ = ['Asking', 'Counterfactual', 'Experiment', 'Failure', 'Findings',
+__all__ = ['Counterfactual', 'Experiment', 'Failure', 'Findings',
            'ReplayResult', 'ReplayStatus']
 
 

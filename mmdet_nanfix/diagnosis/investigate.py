@@ -75,7 +75,7 @@ class Investigator:
                 # A copy: both may be the same containers with other contents.
                 other = BatchView(copy.deepcopy(good.restore())) if (
                     good is not None and good.is_restorable) else None
-                yield from self._search(BatchView(kept.restore()), other,
+                yield from self.search(BatchView(kept.restore()), other,
                                         context, found, raised)
             text = f'the search raised {boundary.error}'
             if boundary.error and found.origin is None:
@@ -89,13 +89,23 @@ class Investigator:
             after.restore()
         return found
 
-    def _search(self, view: BatchView, other: BatchView | None,
-                context: RunContext, found: Findings, raised: str | None
-                ) -> Asking[None]:
+    def search(self, view: BatchView, other: BatchView | None,
+               context: RunContext, found: Findings, raised: str | None
+               ) -> Asking[None]:
         """Find the origin and the image, and try what would have helped.
 
         Several processes make the same replays, and none with another
         batch, which may raise in one of them and leave the others waiting.
+
+        Args:
+            view: The failing batch.
+            other: An earlier batch that did not fail, if there is one.
+            context: Of the run.
+            found: Is filled in on the way.
+            raised: Type of the exception that the step has raised, if any.
+
+        Yields:
+            Replays to make, one to ten.
         """
         trying = Counterfactuals(view, context, found, self._part_of)
         if not (yield from find_origins(found, raised)):

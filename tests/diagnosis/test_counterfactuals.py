@@ -5,51 +5,58 @@ import math
 import pytest
 import torch
 from helpers.batches import batch, boxes
+from helpers.guards import parts_of
+from helpers.replays import failing as first_of
+from helpers.replays import play
+from torch import nn
 
-from mmdet_nanfix.diagnosis.counterfactuals import RunContext, inquire
+from mmdet_nanfix.diagnosis.context import RunContext
+from mmdet_nanfix.diagnosis.findings import Findings, ReplayResult
+from mmdet_nanfix.diagnosis.investigate import Investigator
+from mmdet_nanfix.diagnosis.parts import ModelParts
 from mmdet_nanfix.diagnosis.replay.batch_view import BatchView
-from mmdet_nanfix.diagnosis.replay.call_site import CallSite
-from mmdet_nanfix.diagnosis.replay.op_record import Record
-from mmdet_nanfix.diagnosis.replay.origin import MOST, Findings
-from mmdet_nanfix.diagnosis.replay.replayer import ReplayResult
+from mmdet_nanfix.diagnosis.replay.driver import MOST
+from mmdet_nanfix.diagnosis.replay.op_record import CallSite, OpRecord
 
-HALF = dict(half=True, fp32='heads', scale=1024., part=lambda record: 'head')
+HALF = dict(half=True, fp32='heads', scale=1024.)
 
 
-def walk(answer, first, made=None, raised=None, **ground):
+class Detector(nn.Module):
+    num_classes = 3
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+
+
+def walk(answer, first, made=None, raised=None, **context):
     """Play the part of the replays.
 
     Args:
-        answer: Takes a request, returns what fails, or an outcome.
-        first: ReplayResult of the first replay.
+        answer: Takes a request, returns what fails, or a result.
+        first: Result of the first replay.
     """
-    steps = inquire(BatchView(made or batch(1)), None, 3, raised,
-                    RunContext(**ground), Findings())
-    requests = []
-    try:
-        assert next(steps).probe
-        request = steps.send(first)
-        while True:
-            requests.append(request)
-            outcome = answer(request)
-            if not isinstance(outcome, ReplayResult):
-                outcome = ReplayResult(outcome)
-            request = steps.send(outcome)
-    except StopIteration as done:
-        assert len(requests) < MOST
-        return done.value, requests
+    model, found = Detector(), Findings()
+    search = Investigator(parts_of(model), ModelParts(model)).search(
+        BatchView(made or batch(1)), None, RunContext(**context), found,
+        raised)
+    requests = play(search, first, answer)
+    assert len(requests) < MOST
+    return found, requests
 
 
 def origin(in_loss=False, **settings):
-    return Record(0, 'op', CallSite(module='head', in_loss=in_loss), **settings)
+    return OpRecord(0, 'op', CallSite(module='head', in_loss=in_loss),
+                    **settings)
 
 
 def failing(how, in_loss=False, **settings):
-    return ReplayResult(how, [origin(in_loss)], **settings)
+    return first_of(how, origin(in_loss), **settings)
 
 
 def shown(found):
-    return {name: replay.gone for name, replay in found.replays.items()}
+    return {name: experiment.cured
+            for name, experiment in found.experiments.items()}
 
 
 def overflow(limit, norm=2.):
@@ -74,12 +81,12 @@ def test_the_scale_that_fits_is_the_highest(limit, fits):
                             'again': False}
     # Nothing was accepted before: it is tried, and no image is blamed.
     assert [request.scale for request in requests] == [1., fits, None]
-    assert f'at loss scale {fits:g}' in found.replays['lower scale'].words
+    assert f'at loss scale {fits:g}' in found.experiments['lower scale'].words
 
 
 def test_a_step_that_is_made_again_needs_no_trial_of_its_scale():
     found, requests = walk(overflow(100.), failing('grads'), **HALF,
-                           sane=lambda norm: True, can_step=True)
+                           sane=lambda norm: True, can_retry=True)
     assert found.fits == 64. and len(requests) == 1
 
 
@@ -92,20 +99,20 @@ def test_of_a_scale_that_was_measured_wrong_the_lowest_is_told():
     found, _ = walk(answer, failing('grads'), **HALF)
     assert found.fits == 1.
     assert 'at loss scale 1 it does not come, at 512 it does' in (
-        found.replays['lower scale'].words)
+        found.experiments['lower scale'].words)
 
 
 def test_an_absurd_gradient_is_looked_into_further():
     made = batch(2)
     found, requests = walk(overflow(100.), failing('grads'), made, **HALF,
-                           sane=lambda norm: False, can_step=True)
-    assert found.replays['lower scale'].gone
+                           sane=lambda norm: False, can_retry=True)
+    assert found.experiments['lower scale'].cured
     assert any(request.batch is not None for request in requests)
 
 
 def test_no_scale_fits_but_the_part_in_fp32():
     def answer(request):
-        return ReplayResult(None, norm=1.) if request.fp32 else 'grads'
+        return ReplayResult(None, norm=1.) if request.precision else 'grads'
 
     found, requests = walk(answer, failing('grads'), **HALF)
     assert found.part == 'head' and 'part in fp32' in found.proven
@@ -116,7 +123,7 @@ def test_no_scale_fits_but_the_part_in_fp32():
 def test_a_scale_at_its_floor_is_not_lowered():
     found, requests = walk(lambda request: 'grads', failing('grads'),
                            **{**HALF, 'scale': 1.})
-    assert 'lower scale' not in found.replays
+    assert 'lower scale' not in found.experiments
     assert all(request.scale is None for request in requests)
 
 
@@ -150,7 +157,7 @@ def test_a_term_that_is_no_help_is_told_and_the_scale_is_tried():
     dict(loss_cls=1.1, loss_bbox=1e-4)])
 def test_a_term_that_does_not_is_left_alone(values):
     found, _ = walk(overflow(100.), losses(**values), **HALF)
-    assert 'term lowered' not in found.replays
+    assert 'term lowered' not in found.experiments
 
 
 @pytest.mark.parametrize('usual, blamed', [
@@ -160,15 +167,15 @@ def test_a_term_that_was_always_so_is_left_alone(usual, blamed):
         return ReplayResult(None, norm=1.) if request.factors else 'grads'
 
     found, _ = walk(answer, losses(loss_cls=7e6, loss_bbox=1.), **HALF,
-                    usual={'loss_cls': usual}.get)
+                    usual_loss={'loss_cls': usual}.get)
     assert (found.term is not None) is blamed
 
 
-def helped_by(*fp32, how='loss'):
+def helped_by(*precision, how='loss'):
     """Fails but where one of these is in fp32."""
 
     def answer(request):
-        helped = set(request.fp32) & set(fp32)
+        helped = set(request.precision) & set(precision)
         return ReplayResult(None, norm=1.) if helped else how
 
     return answer
@@ -200,7 +207,7 @@ def test_bfloat16_is_tried_where_a_part_is_not_enough():
 
 def test_a_part_in_fp32_and_a_lower_scale():
     def answer(request):
-        if not request.fp32:
+        if not request.precision:
             return 'loss'
         scale = request.scale or 1024.
         return 'grads' if scale > 10. else ReplayResult(
@@ -209,17 +216,17 @@ def test_a_part_in_fp32_and_a_lower_scale():
     found, _ = walk(answer, failing('loss'), **HALF)
     assert found.part == 'head' and found.fits == 8. and found.norm == 3.
     assert 'with head in fp32 and loss scale 8 it does not come' in (
-        found.replays['part in fp32'].words)
+        found.experiments['part in fp32'].words)
 
 
 def test_a_part_that_helps_no_further_than_the_loss():
     def answer(request):
-        return 'grads' if request.fp32 else 'loss'
+        return 'grads' if request.precision else 'loss'
 
     found, _ = walk(answer, failing('loss'), **HALF)
     assert found.part == 'head' and not found.proven
     assert 'but then gradients are bad' in (
-        found.replays['part in fp32'].words)
+        found.experiments['part in fp32'].words)
 
 
 def test_full_precision_needs_no_replay_to_be_told():
@@ -233,19 +240,19 @@ def test_in_full_precision_the_formulas_of_the_losses_are_tried():
     assert 'losses mended' in found.proven
 
 
-@pytest.mark.parametrize('again, gone', [(None, True), ('loss', False)])
-def test_what_does_not_come_is_replayed_once_more(again, gone):
+@pytest.mark.parametrize('again, cured', [(None, True), ('loss', False)])
+def test_what_does_not_come_is_replayed_once_more(again, cured):
     found, requests = walk(lambda request: again, ReplayResult(None), **HALF)
-    assert shown(found) == {'first': True, 'again': gone}
+    assert shown(found) == {'first': True, 'again': cured}
     assert len(requests) == 1
 
 
 def test_what_is_given_is_not_experimented_on():
     for kind in ('weight', 'buffer'):
-        found, requests = walk(lambda request: None, ReplayResult('loss', [
-            origin(given=(kind, 'head.weight'))]), **HALF)
+        found, requests = walk(lambda request: None, first_of(
+            'loss', origin(given=(kind, 'head.weight'))), **HALF)
         assert not requests and shown(found) == {'first': False}
-        assert f'the {kind} head.weight' in found.replays['first'].words
+        assert f'the {kind} head.weight' in found.experiments['first'].words
 
 
 def test_an_annotation_that_is_repaired_is_enough():
@@ -258,7 +265,7 @@ def test_an_annotation_that_is_repaired_is_enough():
     found, requests = walk(answer, failing('loss', True), made, **HALF)
     assert shown(found) == {'first': False, 'annotation repaired': True,
                             'again': False}
-    assert not any(request.fp32 for request in requests)
+    assert not any(request.precision for request in requests)
 
 
 def test_pixels_that_are_too_large_are_clipped():
@@ -299,7 +306,7 @@ def test_a_normalization_that_does_not_fit(brightest, unit, std):
 def test_a_normalization_that_fits_is_not_tried():
     found, _ = walk(lambda request: 'loss', failing('loss'), batch(2),
                     **HALF, normaliser=Normaliser([58.] * 3))
-    assert 'normalised' not in found.replays
+    assert 'normalised' not in found.experiments
 
 
 def test_with_others_only_the_scale_is_tried():
@@ -345,16 +352,15 @@ def test_what_a_part_in_fp32_helps_is_no_images_fault():
 @pytest.mark.parametrize('helps, proven', [('head', True), ('nothing', False)])
 def test_what_raised_is_proven_by_a_part_in_fp32_or_by_a_trial(helps, proven):
     def answer(request):
-        if request.mended or helps in request.fp32:
+        if request.mended or helps in request.precision:
             return ReplayResult(None, norm=1.)
-        return ReplayResult('raised', raised='E')
+        return first_of('raised')
 
-    found, requests = walk(answer, failing('raised', raised='E'), batch(2),
+    found, requests = walk(answer, failing('raised'), batch(2),
                            raised='E', **HALF)
     assert found.origin is not None
     assert any(request.mended for request in requests) is not proven
     # An origin that nothing proves is none.
-    found, _ = walk(lambda request: ReplayResult('raised', raised='E'),
-                    failing('raised', raised='E'), batch(2), raised='E',
-                    **HALF)
+    found, _ = walk(lambda request: first_of('raised'), failing('raised'),
+                    batch(2), raised='E', **HALF)
     assert found.origin is None

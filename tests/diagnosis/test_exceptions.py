@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from mmdet_nanfix.diagnosis.exceptions import NanToNumMode, why
+from mmdet_nanfix.diagnosis.exceptions import NanToNumMode, explain
 from mmdet_nanfix.emulation import cuda_autocast
 from mmdet_nanfix.guard.state import Rng
 
@@ -91,7 +91,7 @@ def reason(how, inputs, samples=None, autocast=False):
     try:
         forward(*args, **kwargs)
     except Exception as error:
-        return why(error, model, forward, args, kwargs, rng, lambda: None)
+        return explain(error, model, forward, args, kwargs, rng, lambda: None)
     raise AssertionError('it did not raise')
 
 
@@ -103,11 +103,11 @@ FINE = torch.ones(2, 2)
 @pytest.mark.parametrize('autocast', [False, True])
 def test_non_finite_numbers(how, autocast):
     raised = reason(how, BAD, autocast=autocast)
-    assert raised.bad == []
-    assert raised.error.partition(':')[0] in (
-        'ValueError', 'RuntimeError', 'AssertionError')
-    assert raised.site.source.startswith(__file__)
-    assert '\n' not in raised.error
+    assert raised.details.bad == []
+    assert raised.kind in ('ValueError', 'RuntimeError', 'AssertionError')
+    assert raised.text.startswith(f'{raised.kind}: ')
+    assert raised.details.site.source.startswith(__file__)
+    assert '\n' not in raised.text
 
 
 @pytest.mark.parametrize('how, box, label', [
@@ -115,7 +115,7 @@ def test_non_finite_numbers(how, autocast):
     ('boxes', [1., 1., 1., 5.], 0)])
 def test_a_bad_annotation(how, box, label):
     raised = reason(how, FINE, [sample([GOOD, box], [0, label])])
-    assert [(bad.sample, bad.index) for bad in raised.bad] == [(0, 1)]
+    assert [(bad.sample, bad.index) for bad in raised.details.bad] == [(0, 1)]
 
 
 @pytest.mark.parametrize('how, inputs', [
@@ -151,7 +151,7 @@ def test_what_does_not_come_again_has_no_known_cause():
 
     with pytest.raises(ValueError) as caught:
         once(FINE)
-    assert why(caught.value, nn.Linear(1, 1), once, (FINE, ), {}, Rng(),
+    assert explain(caught.value, nn.Linear(1, 1), once, (FINE, ), {}, Rng(),
                lambda: None) is None
 
 
@@ -171,11 +171,12 @@ def test_the_module_and_the_source_are_named():
     try:
         model(BAD)
     except ValueError as error:
-        raised = why(error, model, model.forward, (BAD, ), {}, Rng(),
+        raised = explain(error, model, model.forward, (BAD, ), {}, Rng(),
                      lambda: None)
-    assert raised.site.module == 'bbox_head'
-    assert raised.op is None and raised.site.function == 'matching'
-    line = int(raised.site.source.rpartition(':')[2])
+    assert raised.details.site.module == 'bbox_head'
+    assert raised.details.op is None
+    assert raised.details.site.function == 'matching'
+    line = int(raised.details.site.source.rpartition(':')[2])
     with open(__file__) as file:
         assert 'linear_sum_assignment(x' in file.readlines()[line - 1]
 
@@ -201,7 +202,7 @@ def test_a_trial_that_itself_fails_does_not_acquit():
 
     with pytest.raises(KeyError) as caught:
         own(FINE)
-    assert why(caught.value, nn.Linear(1, 1), own, (FINE, ), {}, Rng(),
+    assert explain(caught.value, nn.Linear(1, 1), own, (FINE, ), {}, Rng(),
                lambda: None) is None
 
 
@@ -216,6 +217,6 @@ def test_two_causes_in_one_batch():
     samples = [sample([GOOD, GOOD], [0, 7])]
     with pytest.raises(RuntimeError) as caught:
         model(BAD, data_samples=samples)
-    raised = why(caught.value, model, model.forward, (BAD, ),
-                 dict(data_samples=samples), Rng(), lambda: None)
-    assert [bad.index for bad in raised.bad] == [1]
+    raised = explain(caught.value, model, model.forward, (BAD, ),
+                     dict(data_samples=samples), Rng(), lambda: None)
+    assert [bad.index for bad in raised.details.bad] == [1]

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from mmdet_nanfix.diagnosis.parts import ModelParts, loss_terms
+from mmdet_nanfix.diagnosis.parts import ModelParts
+from mmdet_nanfix.guard.checks import loss_terms
 
 
 class Cascade(nn.Module):
@@ -92,6 +93,16 @@ def test_level_lists_are_summed_as_the_host_logs_them():
     levels = [torch.ones(2), torch.tensor(3.)]
     state = ModelParts(model).state(loss_terms({'loss_x': levels}), [])
     assert state['?'].losses == {'loss_x': 4.}
+
+
+def test_losses_are_owned_where_they_were_computed():
+    """A mask loss of weights that another head has predicted."""
+    parts = ModelParts(Cascade())
+    loss = torch.ones(1, requires_grad=True).sum()
+    assert 'rpn_head' not in parts.state({'loss_x': [loss]}, []) or (
+        not parts.state({'loss_x': [loss]}, [])['rpn_head'].losses)
+    parts.note_sites({'loss_x': [None, '', 'roi_head', 'rpn_head']})
+    assert parts.state({'loss_x': [loss]}, [])['rpn_head'].losses
 
 
 def test_bad_weights():

@@ -10,6 +10,25 @@ from mmdet_nanfix.guard import GuardedStep, PlainTrainer
 from mmdet_nanfix.guard.rules import LossScale, LossScaleSettings, StopRule
 
 
+class FakeRanks:
+    """The ranks of a run in several processes, in one.
+
+    Args:
+        which: Takes a flag, returns the ranks on which it is up.
+        share: Takes a value and a rank, returns that of the rank.
+    """
+
+    alone = False
+    rank = 0
+
+    def __init__(self, which, share=lambda value, source: value):
+        self.which = which
+        self.share = share
+
+    def barrier(self):
+        pass
+
+
 class ClockedTrainer(PlainTrainer):
     """In epoch 1, at iteration 5."""
 
@@ -24,6 +43,16 @@ def guard_of(model, ranks=None, max_incidents=100, sharded=False,
         LossScale(LossScaleSettings()), StopRule(**stop),
         ClockedTrainer(model, ranks), diagnose or functools.partial(
             diagnostician, max_incidents=max_incidents), sharded=sharded)
+
+
+def parts_of(model, trainer=None, ranks=None, optimizer=None):
+    """What the diagnosis of a guarded step is given."""
+    taken = []
+    GuardedStep(
+        model, optimizer or torch.optim.SGD(model.parameters(), .1),
+        LossScale(LossScaleSettings(enabled=False)), StopRule(),
+        trainer or PlainTrainer(model, ranks), taken.append)
+    return taken[0]
 
 
 def run(guard, *batches):

@@ -13,7 +13,14 @@ from typing import Any, Callable, Dict, List, Mapping, Tuple
 from ...incidents import Where, short_source
 from ..context import RunContext
 from ..findings import Counterfactual, Failure, Findings
-from .config_patch import LossModules, as_config, nested, to_hook
+from .config_patch import (
+    LossModules,
+    as_config,
+    model_patch,
+    optim_wrapper,
+    rounded_down,
+    to_hook,
+)
 from .symptoms import Symptom
 
 __all__ = ['Case', 'advise']
@@ -81,19 +88,6 @@ def advise(code: str, case: Case) -> tuple[str, str | None]:
     return ' '.join(words), as_config(changes) if changes else None
 
 
-def _wrapper(**settings: Any) -> dict[str, Any]:
-    return {'optim_wrapper': settings}
-
-
-def _down(value: float) -> float:
-    """Rounded down to a power of ten times 1, 2 or 5."""
-    if value <= 0 or not math.isfinite(value):
-        return value
-    power = 10. ** math.floor(math.log10(value))
-    digit = next(step for step in (5, 2, 1) if step * power <= value)
-    return float(f'{digit * power:.6g}')
-
-
 def _scale(case: Case) -> Advice:
     fits = case.found.fits
     if fits is None:
@@ -108,7 +102,7 @@ def _scale(case: Case) -> Advice:
     if case.context.norm is None:
         words.append('The batch was not saved: no step had been accepted yet '
                      'to compare its gradient with.')
-    return words, _wrapper(nanfix={name: fits})
+    return words, optim_wrapper(nanfix={name: fits})
 
 
 def _half(case: Case) -> Advice:
@@ -126,7 +120,7 @@ def _half(case: Case) -> Advice:
     if case.proven(Counterfactual.BFLOAT16):
         return ['Everything in fp32 helps, this part alone does not: what it '
                 "hands on leaves half's range as well. bfloat16 has the "
-                'range of fp32 (on a GPU of 2020 or newer).'], _wrapper(
+                'range of fp32 (on a GPU of 2020 or newer).'], optim_wrapper(
                     dtype='bfloat16')
     module = where.module or where.head or 'the model'
     return [f'fp32 helps. Bring down what {module} computes: its weights, '
@@ -137,12 +131,12 @@ def _bounded(case: Case, words: list[str],
              changes: dict[str, Any]) -> Advice:
     """With a bound on the step, where its gradient is out of all bounds."""
     if case.bad('norm') and case.context.norm is not None:
-        bound = _down(case.context.norm)
+        bound = rounded_down(case.context.norm)
         words = [*words, 'Its gradient is then far longer than any of late, '
                  'and such a step is not made; with the norm clipped its '
                  'length is bounded.', _CLIP]
         changes['clip_grad'] = _clip(case, bound)
-    return words, _wrapper(**changes)
+    return words, optim_wrapper(**changes)
 
 
 def _clip(case: Case, bound: float) -> dict[str, Any]:
@@ -214,10 +208,8 @@ def _full(case: Case) -> Advice:
             losses.began and losses.kind):
         words.append('The fp32 form of this loss has a formula that is '
                      'finite there.')
-        place = case.context.place(losses.began)
-        return words, {'model': nested(
-            place[0], {**place[1], 'type': f'Fp32{losses.kind}'})} if (
-                place is not None) else {}
+        return words, model_patch(case.context.place(losses.began),
+                                  type=f'Fp32{losses.kind}')
     words.append(_HINTS.get(where.op or '', 'Look at what goes into it: a '
                             'zero, a negative or a huge number.'))
     words.append('A stride above the kernel size is no cause in PyTorch.'
@@ -264,10 +256,10 @@ def _diverging(case: Case) -> Advice:
         changes['optimizer'] = {'lr': safe_rate}
     if case.context.norm is not None and math.isfinite(case.context.norm):
         words.append(_CLIP)
-        changes['clip_grad'] = _clip(case, _down(case.context.norm))
+        changes['clip_grad'] = _clip(case, rounded_down(case.context.norm))
         if not case.bad('update') and found.fits is not None:
             changes['nanfix'] = {'init_scale': found.fits}
-    return words, _wrapper(**changes) if changes else {}
+    return words, optim_wrapper(**changes) if changes else {}
 
 
 def _dominant(case: Case, key: str, factor: float) -> Advice:
@@ -279,12 +271,10 @@ def _dominant(case: Case, key: str, factor: float) -> Advice:
         return [*words, f'Lower its weight by {factor:g}.'], {}
     words.append(f'{case.losses.dominant}.loss_weight is {weight:g}; with '
                  f'{weight * factor:g} the step is finite.')
-    place = case.context.place(case.losses.dominant)
-    if place is None or not case.proven(
-            Counterfactual.TERM_LOWERED):
+    if not case.proven(Counterfactual.TERM_LOWERED):
         return words, {}
-    return words, {'model': nested(place[0], {
-        **place[1], 'loss_weight': float(f'{weight * factor:.6g}')})}
+    return words, model_patch(case.context.place(case.losses.dominant),
+                              loss_weight=float(f'{weight * factor:.6g}'))
 
 
 def _weights(case: Case) -> Advice:
@@ -304,7 +294,7 @@ def _state(case: Case) -> Advice:
     if case.context.eps == 0:
         return ['Give the optimizer an eps. The weights are spoiled already: '
                 'load them from before. It could not be tried on this '
-                'batch.'], _wrapper(optimizer={'eps': 1e-8})
+                'batch.'], optim_wrapper(optimizer={'eps': 1e-8})
     if case.bad('moments'):
         words = case.symptoms['moments'].words
         return [f'{words[:1].upper()}{words[1:]}:'
@@ -313,7 +303,8 @@ def _state(case: Case) -> Advice:
                 '--resume).'], {}
     return ['The optimizer computes its update in the dtype of half weights, '
             f'where an eps of {case.context.eps or 0:g} is 0: keep weights in '
-            'fp32, or take an eps of 1e-4.'], _wrapper(optimizer={'eps': 1e-4})
+            'fp32, or take an eps of 1e-4.'], optim_wrapper(
+                optimizer={'eps': 1e-4})
 
 
 def _chance(case: Case) -> Advice:

@@ -3,14 +3,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Mapping
+import math
+from typing import Any, Mapping, Tuple
 
 from torch import nn
 
 __all__ = [
-    'LossModules', 'as_config', 'config_place', 'is_loss', 'nested',
-    'to_hook', 'weight_of'
+    'LossModules', 'as_config', 'config_place', 'is_loss', 'model_patch',
+    'optim_wrapper', 'rounded_down', 'to_hook', 'weight_of'
 ]
+
+#: Path below ``model`` of a config, and what must stand there besides.
+Place = Tuple[str, Mapping[str, Any]]
 
 
 @dataclasses.dataclass
@@ -53,8 +57,7 @@ def weight_of(model: nn.Module, path: str | None) -> float | None:
 
 
 def config_place(model: nn.Module, path: str,
-                  config: Mapping[str, Any] | None = None
-                  ) -> tuple[str, Mapping[str, Any]] | None:
+                 config: Mapping[str, Any] | None = None) -> Place | None:
     """Where below ``model`` of a config a module is, or None.
 
     A list is replaced as a whole by a config: what is in one has no place
@@ -113,6 +116,11 @@ def _argument(kind: type, attribute: str) -> inspect.Parameter | None:
         len(losses) == 1) else None
 
 
+def optim_wrapper(**settings: Any) -> dict[str, Any]:
+    """Return changes of the ``optim_wrapper`` of a config."""
+    return {'optim_wrapper': settings}
+
+
 def to_hook(changes: dict[str, Any]) -> dict[str, Any]:
     """Return changes with settings where the hook has them, whose win."""
     wrapper = dict(changes.get('optim_wrapper', {}))
@@ -138,8 +146,26 @@ def _code(value: Any) -> str:
     return repr(value)
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    """Return a config that has a value at a dotted path."""
+def model_patch(place: Place | None, **changes: Any) -> dict[str, Any]:
+    """Return changes of one module of a model.
+
+    Args:
+        place: Of :func:`config_place`; None for no changes.
+        **changes: Of its config.
+    """
+    if place is None:
+        return {}
+    path, besides = place
+    value = {**besides, **changes}
     for name in reversed(path.split('.')):
         value = {name: value}
-    return value
+    return {'model': value}
+
+
+def rounded_down(value: float) -> float:
+    """Return a number, down to a power of ten times 1, 2 or 5."""
+    if value <= 0 or not math.isfinite(value):
+        return value
+    power = 10. ** math.floor(math.log10(value))
+    digit = next(step for step in (5, 2, 1) if step * power <= value)
+    return float(f'{digit * power:.6g}')

@@ -191,11 +191,11 @@ def verdict(evidence: CauseEvidence) -> tuple[str, list[str]]:
     """Return the cause code, and what decided it.
 
     Args:
-        evidence: What replays and readings have shown.
+        evidence: What replays and symptoms have shown.
 
     Returns:
-        Code, and evidence: each line begins with the name of its replay or
-        reading. NF113 where no rule holds.
+        Code, and evidence: each line begins with the name of its experiment
+        or symptom. NF113 where no rule holds.
     """
     for code, rule in _RULES:
         names = rule(evidence)

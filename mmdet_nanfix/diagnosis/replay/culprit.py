@@ -118,10 +118,8 @@ class CulpritSearch:
                     blamed = [item]
                     break
         self._found.blame([bad for _, bad in blamed])
-        words = f'with {_named(blamed)} repaired it does not come'
-        self._found.tests.append(words)
-        self._found.experiments[
-            Counterfactual.ANNOTATION_REPAIRED].words = words
+        self._found.experiments[Counterfactual.ANNOTATION_REPAIRED].words = (
+            f'with {_named(blamed)} repaired it does not come')
 
     def _which_image(self) -> Asking[Image | None]:
         """The one image without which nothing fails, or None."""

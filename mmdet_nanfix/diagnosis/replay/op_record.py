@@ -13,7 +13,7 @@ from ...guard.checks import is_finite
 
 __all__ = [
     'BadStorages', 'CallSite', 'OpRecord', 'OpSchema', 'bad_rows', 'describe',
-    'function_of', 'is_floating'
+    'function_of', 'is_beyond', 'is_floating'
 ]
 
 
@@ -234,6 +234,12 @@ def bad_rows(tensor: Tensor) -> tuple[list[int], int]:
 def function_of(site: CallSite) -> str:
     """Name what is not dispatched: the function that called it."""
     return f'{site.file_module or "?"}.{site.function}'
+
+
+def is_beyond(value: float, results: Iterable[Tensor]) -> bool:
+    """Tell if a finite number is an infinity in the dtype of a result."""
+    return any(abs(value) > torch.finfo(result.dtype).max
+               for result in results)
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:

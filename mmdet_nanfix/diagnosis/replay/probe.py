@@ -33,6 +33,7 @@ from .op_record import (
     bad_rows,
     describe,
     function_of,
+    is_beyond,
     is_floating,
 )
 
@@ -58,7 +59,6 @@ class NonFiniteTracer(TorchDispatchMode):
         seen: Operations so far that made something non-finite of what was
             not, on purpose or not, whatever became of it.
         running: The operation that is under way, or that raised.
-
     """
 
     def __init__(self, sites: CallSites,
@@ -79,8 +79,9 @@ class NonFiniteTracer(TorchDispatchMode):
         # The half operation that is being computed, and its inputs.
         self._scope: tuple[int, list[Tensor]] = (0, [])
         for kind, name, tensor in given:
-            self._bad.mark(tensor, OpRecord(-1, kind, CallSite(), (kind, name),
-                                      outputs=[describe(tensor)]))
+            self._bad.mark(tensor, OpRecord(
+                -1, kind, CallSite(), (kind, name),
+                outputs=[describe(tensor)]))
         for tensor in meant:
             self._bad.mark(tensor, OpRecord(-1, 'buffer', CallSite(),
                                             meant=True))
@@ -104,7 +105,6 @@ class NonFiniteTracer(TorchDispatchMode):
 
         Args:
             modules: Of compiled functions that torch does not dispatch.
-
         """
         with contextlib.ExitStack() as undo:
             for module in modules:
@@ -118,7 +118,7 @@ class NonFiniteTracer(TorchDispatchMode):
             undo.enter_context(self)
             yield
 
-    def untraced(self, name: str, function: Callable[..., Any],
+    def untraced(self, name: str, function: Callable[..., Any], /,
                  *args: Any, **kwargs: Any) -> Any:
         """Run a compiled function that torch does not dispatch.
 
@@ -127,7 +127,6 @@ class NonFiniteTracer(TorchDispatchMode):
             function: It; tensors among its arguments may be written to.
             *args: Its arguments.
             **kwargs: Likewise.
-
         """
         tensors = [value for value in tree_leaves((args, kwargs))
                    if is_floating(value)]
@@ -255,7 +254,7 @@ class NonFiniteTracer(TorchDispatchMode):
         constant = schema.name == 'lift_fresh'
         asked = constant or any(isinstance(value, float) and (
             math.isinf(value) or schema.fills
-            and _is_beyond(value, spoiled)) for value in leaves)
+            and is_beyond(value, spoiled)) for value in leaves)
         name, site = self._place(schema.name, node)
         if constant:
             # Numbers that come in from Python or numpy.
@@ -285,7 +284,7 @@ class NonFiniteTracer(TorchDispatchMode):
         meant = not has_nan and (asked or bool(parents)) and all(
             parent.meant for parent in parents)
         record = OpRecord(self.index - 1, name, site, parents=parents,
-                        meant=meant, backward=backward)
+                          meant=meant, backward=backward)
         self.seen += not parents
         if record.is_origin and not meant:
             record.inputs = [describe(value)
@@ -326,9 +325,3 @@ class NonFiniteTracer(TorchDispatchMode):
                 self._bad.mark(tensor, found[0])
             parents.extend(found)
         return parents
-
-
-def _is_beyond(value: float, results: Sequence[Tensor]) -> bool:
-    """Whether a finite number is an infinity in the dtype of a result."""
-    return any(abs(value) > torch.finfo(result.dtype).max
-               for result in results)

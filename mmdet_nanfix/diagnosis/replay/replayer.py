@@ -50,7 +50,6 @@ class Replayer:
 
     Args:
         parts: Of the guarded step; its transaction is closed in between.
-
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -74,7 +73,6 @@ class Replayer:
 
         Returns:
             The result; gradients are gone, all else is as before.
-
         """
         asked = asked or ReplayRequest()
         run = _Run(self._model, scale, self._buffers.watched(), probe,
@@ -153,7 +151,6 @@ class _Run:
         Args:
             loss: Scalar, unscaled.
             **kwargs: Of ``backward``.
-
         """
         if self._until == Failure.RAISED:
             return

@@ -6,8 +6,7 @@ from typing import Any, Mapping, Tuple
 
 import torch
 
-__all__ = ['Place', 'ReplayRequest', 'can_replay', 'in_words',
-           'is_out_of_memory']
+__all__ = ['ReplayRequest', 'can_replay', 'in_words', 'is_out_of_memory']
 
 #: An operation and the line it is called from.
 Place = Tuple[str, 'str | None']

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from families import build
 
 from mmdet_nanfix.diagnosis.cause.config_patch import (
+    as_config,
     config_place,
     is_loss,
+    model_patch,
+    optim_wrapper,
+    rounded_down,
+    to_hook,
     weight_of,
 )
 
@@ -45,3 +52,33 @@ def test_a_student_is_the_detector_of_the_config():
     model = build('soft_teacher')
     assert config_place(model, 'student.rpn_head.loss_cls')[0] == (
         'detector.rpn_head.loss_cls')
+
+
+def test_values_are_python():
+    text = as_config(dict(a=dict(b=[1., 'x'], c=None), d={'e-f': 1}))
+    assert text == "a = dict(b=[1.0, 'x'], c=None)\nd = {'e-f': 1}"
+    assert as_config(dict(a="it's")) == 'a = "it\'s"'
+
+
+def test_a_patch_stands_where_the_module_does():
+    assert model_patch(None, loss_weight=1.) == {}
+    patch = model_patch(('roi_head.loss', {'type': 'X'}), loss_weight=1.)
+    assert as_config(patch) == (
+        "model = dict(roi_head=dict(loss=dict(type='X', loss_weight=1.0)))")
+
+
+def test_settings_go_where_the_hook_has_them():
+    changes = optim_wrapper(nanfix={'fp32': 'losses'}, dtype='bfloat16')
+    assert to_hook(changes) == {
+        'optim_wrapper': {'dtype': 'bfloat16'},
+        'default_hooks': {'nanfix': {'type': 'NanGuardHook',
+                                     'fp32': 'losses'}}}
+    other = optim_wrapper(dtype='bfloat16')
+    assert to_hook(other) == other and to_hook({}) == {}
+
+
+@pytest.mark.parametrize('value, down', [
+    (123., 100.), (3.4, 2.), (.009, .005), (5., 5.), (1., 1.), (0., 0.),
+    (-3., -3.), (math.inf, math.inf)])
+def test_a_bound_is_a_round_number(value, down):
+    assert rounded_down(value) == down

@@ -5,7 +5,11 @@ import math
 import pytest
 from helpers.annotations import GOOD, sample
 
-from mmdet_nanfix.diagnosis.replay.annotations import bad_annotations, repaired
+from mmdet_nanfix.diagnosis.replay.annotations import (
+    AnnotationFault,
+    bad_annotations,
+    repaired,
+)
 
 
 @pytest.mark.parametrize('wrap', [False, True])
@@ -22,6 +26,8 @@ def test_what_is_bad(box, label, what, wrap):
     (found, ) = bad_annotations(samples, num_classes=3)
     assert (found.sample, found.index, found.label) == (1, 1, label)
     assert what in found.what
+    assert (found.fault is AnnotationFault.LABEL) is (
+        what.startswith('label'))
     image = found.to_image()
     assert (image['img_path'], image['img_id']) == ('a.jpg', 7)
     assert image['annotation']['index'] == 1

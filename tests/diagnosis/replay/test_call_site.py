@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 
+import pytest
 import torch
+from mmdet.models.losses import FocalLoss
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmdet_nanfix.diagnosis.replay.call_site import CallSites, is_library
+from mmdet_nanfix.diagnosis.replay.call_site import (
+    CallSites,
+    NodeSites,
+    is_library,
+)
+from mmdet_nanfix.diagnosis.replay.op_record import CallSite
+from mmdet_nanfix.fp32 import PrecisionControl
+from mmdet_nanfix.torch_support import HAS_SEQUENCE_NR
 
 
 def multi_apply(func, *args, **kwargs):
@@ -72,6 +84,7 @@ def test_a_plain_method_is_its_heads():
     (site, ) = site_of(lambda head, look: head.forward_single(None, look))
     assert site.module == 'bbox_head' and not site.in_loss
     path, _, line = site.source.rpartition(':')
+    assert site.file_module == __name__
     assert path == __file__ and 'lambda' in inspect.getsource(
         inspect.getmodule(site_of)).splitlines()[int(line) - 1]
 
@@ -132,5 +145,116 @@ def test_an_exception_has_a_place():
     assert site.function == 'fail'
 
 
-def test_libraries_are_known_by_their_folder():
-    assert is_library(torch.__file__) and not is_library(__file__)
+def frame_in(module):
+    """A frame of a function of a Python module."""
+    names = {'__name__': module, 'sys': sys}
+    exec('def here():\n    return sys._getframe()', names)
+    return names['here']()
+
+
+@pytest.mark.parametrize('module, library', [
+    ('torch', True), ('torch.nn.modules.linear', True), ('numpy', True),
+    ('scipy.optimize', True), ('mmdet_nanfix.fp32.regions', True),
+    ('torchvision.ops', False), ('mmdet_nanfix_of_mine', False),
+    ('mmdet.models', False), ('__main__', False)])
+def test_libraries_are_known_by_their_modules(module, library):
+    """Wherever a system has installed them."""
+    assert is_library(frame_in(module)) is library
+
+
+def test_frames_of_torch_and_of_others():
+    seen = []
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(lambda *_: seen.extend(
+        [sys._getframe(), sys._getframe(1)]))
+    layer(torch.ones(1))
+    assert [is_library(frame) for frame in seen] == [False, True]
+
+
+class Scored(nn.Module):
+    """A head whose loss has a formula of this package in a region."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_cls = FocalLoss()
+
+    def loss_by_feat(self, score, labels):
+        return self.loss_cls(score, labels)
+
+
+def test_a_formula_that_stands_for_a_loss_is_the_losses():
+    model = nn.Module()
+    model.bbox_head = Scored()
+    sites, seen = CallSites(model), []
+
+    class Look(TorchDispatchMode):
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(sites.here())
+            return func(*args, **(kwargs or {}))
+
+    given = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    control = PrecisionControl(model, 'losses', 'cpu')
+    with control.active(), Look():
+        model.bbox_head.loss_by_feat(*given)
+    assert {site.module for site in seen} == {'bbox_head.loss_cls'}
+    assert all(site.in_loss for site in seen)
+
+
+def node_of(sites, name, function, in_thread):
+    """The node of an operation that was noted in a thread of its own."""
+    made = []
+
+    def build():
+        function(torch.ones(3, requires_grad=True))
+        result = function(torch.ones(3, requires_grad=True))
+        sites.note_last(name, lambda: CallSite(function=name))
+        made.append(result.grad_fn)
+
+    if in_thread:
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+    else:
+        build()
+    return made[0]
+
+
+@pytest.mark.skipif(not HAS_SEQUENCE_NR,
+                    reason='nodes tell their numbers from torch 2.1 on')
+def test_nodes_of_several_threads_with_the_same_numbers():
+    """A thread of its own counts from 0: a backward on a GPU has one."""
+    sites = NodeSites()
+    wanted = {'exp': torch.exp, 'log': torch.log, 'mul': lambda x: x * 2}
+    nodes = {name: node_of(sites, name, function, in_thread=True)
+             for name, function in wanted.items()}
+    assert len({node._sequence_nr() for node in nodes.values()}) == 1
+    here = node_of(sites, 'exp', torch.exp, in_thread=False)
+    for name, node in (*nodes.items(), ('exp', here)):
+        assert sites.find(node) == (name, CallSite(function=name))
+
+
+@pytest.mark.skipif(not HAS_SEQUENCE_NR,
+                    reason='nodes tell their numbers from torch 2.1 on')
+def test_the_first_operation_with_a_number_is_its_nodes():
+    """What runs below it, or without a graph, comes later."""
+    sites = NodeSites()
+    node = node_of(sites, 'exp', torch.exp, in_thread=False)
+    sites.note_last('add', lambda: CallSite(function='add'))
+    assert sites.find(node) == ('exp', CallSite(function='exp'))
+    # Writing to a slice: a node comes between.
+    other = node_of(sites, 'log', torch.log, in_thread=False)
+    assert other._sequence_nr() > node._sequence_nr()
+    assert sites.find(other, other._sequence_nr() - node._sequence_nr()) == (
+        sites.find(node))
+
+
+def test_a_node_that_does_not_tell_its_number_is_known_by_itself():
+    sites = NodeSites()
+    node = torch.ones(1, requires_grad=True).exp().grad_fn
+    assert not sites.knows(node)
+    sites.note(node, ('exp', CallSite(function='exp')))
+    sites.note(node, ('other', CallSite()))
+    assert sites.knows(node)
+    if not HAS_SEQUENCE_NR:
+        assert sites.find(node) == ('exp', CallSite(function='exp'))

@@ -2,133 +2,102 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.batches import batch, boxes
+from helpers.guards import FakeRanks, parts_of
 from torch import nn
 
-from mmdet_nanfix.diagnosis.replay.batch_view import BatchSnapshot
-from mmdet_nanfix.diagnosis.replay.driver import Locator
-from mmdet_nanfix.diagnosis.replay.origin import MOST
-from mmdet_nanfix.diagnosis.replay.replayer import Forward
-from mmdet_nanfix.guard import Host
-from mmdet_nanfix.guard.state import Rng, Transaction
-from mmdet_nanfix.guard.state.buffers import WatchedBuffers
+from mmdet_nanfix.diagnosis.findings import Failure, ReplayResult
+from mmdet_nanfix.diagnosis.replay.driver import MOST, ReplayDriver
+from mmdet_nanfix.diagnosis.replay.request import ReplayRequest
+from mmdet_nanfix.guard import CapturedForward
+from mmdet_nanfix.guard.state import BatchSnapshot, Rng
 
 
-class Detector(nn.Module):
-    num_classes = 3
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-
-    def forward(self, inputs, data_samples):
-        pixels = torch.stack(inputs).float().mean((1, 2, 3))
-        sizes = torch.stack([
-            boxes({'data_samples': data_samples}, row)[:, 2:].sum()
-            - boxes({'data_samples': data_samples}, row)[:, :2].sum()
-            for row in range(len(data_samples))])
-        return {'loss': (self.linear(pixels[:, None])
-                         + sizes.log()[:, None]).mean()}
+def driver(ranks=None):
+    return ReplayDriver(parts_of(nn.Linear(1, 1), ranks=ranks))
 
 
-def locator(made, model=None, good=None, **settings):
-    model = model or Detector()
-    found = Locator(model, Transaction(model), Host())
-    arguments = dict(inputs=made['inputs'], data_samples=made['data_samples'])
-    return found.find(Forward(BatchSnapshot(arguments), Rng(), False), good, 1.,
-                      WatchedBuffers(model), **settings)
+def asking(*requests, got):
+    for request in requests:
+        got.append((yield request))
 
 
-def test_the_whole_way():
-    made = batch(3)
-    boxes(made, 1).zero_()
-    found = locator(made)
-    assert found.origin.op == 'log' and found.failed == 'loss'
-    assert found.origin.site.source.startswith(__file__)
-    assert {image['img_path'] for image in found.images} == {'1.jpg'}
-    assert locator(batch(2)).replay == (
-        'the failure did not come again in a replay')
+def test_each_replay_is_made_and_its_result_comes_back():
+    wanted = [ReplayRequest(probe=True), ReplayRequest(scale=2.)]
+    made, got = [], []
+
+    def run(request):
+        made.append(request)
+        return ReplayResult(Failure.LOSS, seen=len(made))
+
+    driver().drive(asking(*wanted, got=got), run)
+    assert made == wanted and [result.seen for result in got] == [1, 2]
+    # One that asks for nothing is no replay.
+    driver().drive(asking(got=got), run)
+    assert len(made) == 2
 
 
-def test_a_search_that_fails_is_told_and_raises_nothing():
-    made = batch(2)
-    boxes(made, 1).zero_()
-    import threading
-    made['data_samples'][0].set_field(threading.Lock(), 'lock')
-    found = locator(made)
-    # What was found before stays.
-    assert 'raised TypeError' in found.tests[-1]
-    assert found.origin.op == 'log' and found.images is None
-    lock = threading.Lock()
-    good = BatchSnapshot({'inputs': [lock], 'data_samples': [lock]})
-    found = locator(batch(2), good=good)
-    assert 'raised TypeError' in found.replay and found.origin is None
+def test_a_search_without_an_end_has_one():
+    made, got = [], []
+    driver().drive(
+        asking(*[ReplayRequest()] * 99, got=got),
+        lambda request: made.append(request) or ReplayResult())
+    assert len(made) == MOST
 
 
-def test_a_batch_that_was_written_to_is_not_replayed():
-    model = Detector()
-    made = batch(2)
-    kept = BatchSnapshot(made)
-    boxes(made, 0).mul_(2)
-    found = Locator(model, Transaction(model), Host()).find(
-        Forward(kept, Rng(), False), None, 1., WatchedBuffers(model))
-    assert 'has written to the batch' in found.replay
+@pytest.mark.parametrize('error, words', [
+    (torch.cuda.OutOfMemoryError('CUDA out of memory'), 'ran out of memory'),
+    (RuntimeError('DefaultCPUAllocator: out of memory'),
+     'ran out of memory'),
+    (KeyError('img'), "raised KeyError: 'img'")])
+def test_a_replay_that_raises_is_a_result(error, words):
+    got = []
+
+    def run(request):
+        raise error
+
+    driver().drive(asking(ReplayRequest(), got=got), run)
+    assert got == [ReplayResult(error=words)]
 
 
-@pytest.mark.parametrize('others', [0, 1, 3, 50])
-def test_all_processes_make_as_many_replays(others):
-    """Another rank wants some more, or fewer."""
-    unable, rounds = [], []
+def test_all_make_the_replay_of_the_first_rank_that_asks():
+    """Its own comes in another round."""
+    theirs, made, got = ReplayRequest(precision=('heads', )), [], []
+    shares = [theirs.shared()]
+    ranks = FakeRanks(lambda flag: [1] if shares else [0] * flag,
+                      lambda value, source: shares.pop() if source else value)
 
-    def agree(flag):
-        if not unable:
-            unable.append(flag)
-            return []
-        rounds.append(flag)
-        return [0] if flag or len(rounds) <= others else []
+    def run(request):
+        made.append(request)
+        return ReplayResult(seen=len(made))
 
-    made = batch(2)
-    boxes(made, 1).zero_()
-    found = locator(made, agree=agree)
-    assert found.origin.op == 'log' and unable == [False]
-    # One of its own: with another batch a rank may raise by itself.
-    assert sum(rounds) == 1 and found.images is None
-    assert len(rounds) == max(1, min(others, MOST)) + (others < 50)
+    own = ReplayRequest(scale=2., probe=True)
+    driver(ranks).drive(asking(own, got=got), run)
+    assert made == [theirs, own] and [result.seen for result in got] == [2]
 
 
-def test_a_rank_that_fails_to_search_keeps_step_with_the_others():
-    asked = []
-
-    def agree(flag):
-        asked.append(flag)
-        return [] if len(asked) in (1, 4) else [1]
-
-    import threading
-    lock = threading.Lock()
-    good = BatchSnapshot({'inputs': [lock], 'data_samples': [lock]})
-    found = locator(batch(2), good=good, agree=agree)
-    assert 'raised TypeError' in found.replay
-    assert asked == [False] * 4
+def test_a_rank_that_asks_for_nothing_makes_those_of_the_others():
+    theirs, made = ReplayRequest(scale=4.), []
+    left = [1, 1]
+    ranks = FakeRanks(lambda flag: [left.pop()] if left else [],
+                      lambda value, source: theirs.shared())
+    driver(ranks).drive(asking(got=[]), lambda request: (
+        made.append(request) or ReplayResult()))
+    assert made == [theirs] * 2
 
 
-def test_where_one_rank_cannot_none_does():
-    made = batch(2)
-    boxes(made, 1).zero_()
-    assert locator(made, agree=lambda flag: [1]).replay == (
-        'another rank cannot')
+@pytest.mark.parametrize('unable, reason', [
+    ([], None), ([1], 'another rank cannot')])
+def test_a_forward_is_replayed_where_all_ranks_can(unable, reason):
+    flags = []
+    ranks = FakeRanks(lambda flag: flags.append(flag) or unable)
+    forward = CapturedForward(BatchSnapshot({'x': torch.ones(1)}), Rng(),
+                              False)
+    assert driver(ranks).why_not(forward) == reason
+    assert flags == [False]
 
 
-def test_no_memory_around_a_replay(monkeypatch):
-    """Not only within it: copies and looks need some too."""
-    from mmdet_nanfix import locate
-    made = batch(2)
-    boxes(made, 1).zero_()
-
-    def full(*args):
-        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
-
-    monkeypatch.setattr(locate, 'is_finite', full)
-    assert locator(made).replay == 'the replay ran out of memory'
-    monkeypatch.undo()
-    monkeypatch.setattr(Transaction, 'begin', full)
-    assert locator(made).replay == 'the replay ran out of memory'
+def test_the_others_are_told_that_this_rank_cannot():
+    flags = []
+    ranks = FakeRanks(lambda flag: flags.append(flag) or [0] * flag)
+    assert driver(ranks).why_not(None) == 'no batch was seen'
+    assert flags == [True] and driver().why_not(None) == 'no batch was seen'

@@ -1,97 +1,11 @@
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
-from helpers.batches import batch, boxes
+from helpers.batches import batch
+from helpers.replays import failing, record, walk
 
+from mmdet_nanfix.diagnosis.findings import ReplayResult, ReplayStatus
 from mmdet_nanfix.diagnosis.replay.batch_view import BatchView
-from mmdet_nanfix.diagnosis.replay.call_site import CallSite
-from mmdet_nanfix.diagnosis.replay.op_record import Record
-from mmdet_nanfix.diagnosis.replay.origin import search
-from mmdet_nanfix.diagnosis.replay.replayer import ReplayResult
-
-
-def walk(images, answer, origins=(), last_good=None, failed='loss'):
-    """Play the part of the replays.
-
-    Args:
-        answer: Takes a request, returns what fails, or an outcome.
-    """
-    steps = search(images, last_good, 3, 'E' if failed == 'raised' else None)
-    requests = []
-    outcome = ReplayResult(failed, list(origins), raised='E' if (
-        failed == 'raised') else None)
-    try:
-        request = next(steps)
-        assert request.probe
-        while True:
-            request = steps.send(outcome)
-            requests.append(request)
-            outcome = answer(request)
-            if not isinstance(outcome, ReplayResult):
-                outcome = ReplayResult(outcome)
-    except StopIteration as done:
-        return done.value, requests
-
-
-def record(index, op='op', **settings):
-    return Record(index, op, CallSite(), **settings)
-
-
-def culprits(names, made):
-    """Fails while one of the images is in the batch."""
-
-    def answer(request):
-        data = made if request.batch is None else request.batch
-        here = {sample.img_path for sample in data['data_samples']}
-        return 'loss' if here & set(names) else None
-
-    return answer
-
-
-@pytest.mark.parametrize('count', [1, 2, 3, 4, 5, 8, 16])
-def test_any_one_image_of_any_batch_is_found(count):
-    made = batch(count)
-    for index in range(count):
-        name = f'{index}.jpg'
-        earlier = batch(2)
-        earlier['data_samples'][0].set_metainfo(dict(img_path='good'))
-        found, requests = walk(BatchView(made), culprits([name], made),
-                               last_good=BatchView(earlier))
-        assert [image['img_path'] for image in found.images] == [name]
-        assert len(requests) <= 6
-        assert all(len(request.batch['inputs']) == count
-                   for request in requests)
-
-
-@pytest.mark.parametrize('count', [1, 2, 5, 16])
-def test_where_all_images_fail_none_is_blamed(count):
-    made = batch(count)
-    found, requests = walk(BatchView(made), lambda request: 'loss',
-                           last_good=BatchView(batch(2)))
-    assert found.images is None and len(requests) <= 6
-
-
-def test_a_row_of_the_origin_is_suspected_first():
-    made = batch(8)
-    origin = record(3, rows=([6], 8))
-    found, requests = walk(BatchView(made), culprits(['6.jpg'], made), [origin])
-    # The second shows that it stays with another of the others replaced.
-    assert found.images[0]['img_path'] == '6.jpg' and len(requests) == 2
-    assert found.origin is origin and found.tests
-    site = CallSite(image=2)
-    found, requests = walk(BatchView(made), culprits(['2.jpg'], made),
-                           [Record(1, 'op', site)])
-    assert len(requests) == 2
-
-
-def test_a_hint_that_leads_astray_costs_one_replay():
-    made = batch(8)
-    found, requests = walk(BatchView(made), culprits(['2.jpg'], made),
-                           [record(3, rows=([6], 8))])
-    assert found.images[0]['img_path'] == '2.jpg' and len(requests) <= 6
 
 
 def test_of_several_origins_the_one_without_which_nothing_fails():
@@ -105,7 +19,8 @@ def test_of_several_origins_the_one_without_which_nothing_fails():
     assert [request.mended for request in requests[:3]] == [
         {('first', None), ('second', None)}, {('first', None)},
         {('second', None)}]
-    found, _ = walk(BatchView(batch()), lambda request: 'loss', [first, second])
+    found, _ = walk(BatchView(batch()), lambda request: 'loss',
+                    [first, second])
     assert found.origin is first and found.others == [second]
 
 
@@ -120,97 +35,14 @@ def test_a_layer_that_levels_share_is_one_place():
     assert requests[0].mended == {('op', None), ('other', None)}
 
 
-@pytest.mark.parametrize('kind', ['weight', 'buffer'])
-def test_bad_weights_and_buffers_need_no_more(kind):
-    found, requests = walk(BatchView(batch()), lambda request: 'loss', [
-        record(-1, given=(kind, 'a'))])
-    assert requests == [] and found.images is None
-
-
-def test_a_bad_pixel_needs_no_more():
-    made = batch()
-    made['inputs'][1] = made['inputs'][1].float()
-    made['inputs'][1][0, 3, 3] = math.inf
-    found, requests = walk(BatchView(made), lambda request: 'loss', [
-        record(-1, given=('input', '1.jpg'))])
-    assert requests == [] and found.images[0]['img_path'] == '1.jpg'
-
-
-def zero_boxes(made, *places):
-    for row, index in places:
-        boxes(made, row)[index] = torch.tensor([5., 5., 5., 9.])
-    return BatchView(made)
-
-
-def fails_with(row, index):
-    """Fails while that box has no width."""
-
-    def answer(request):
-        if request.batch is None:
-            return 'loss'
-        box = boxes(request.batch, row)[index]
-        return 'loss' if box[0] == box[2] else None
-
-    return answer
-
-
-def test_the_annotation_to_blame_is_the_one_that_helps():
-    found, _ = walk(zero_boxes(batch(), (1, 1)), fails_with(1, 1))
-    (image, ) = found.images
-    assert image['img_path'] == '1.jpg'
-    assert image['annotation']['index'] == 1
-    found, _ = walk(zero_boxes(batch(), (0, 0), (1, 1)), fails_with(1, 1))
-    (image, ) = found.images
-    assert (image['img_path'], image['annotation']['index']) == ('1.jpg', 1)
-
-
-def test_an_annotation_that_looks_bad_and_harms_nobody_is_not_blamed():
-    made = batch()
-    found, _ = walk(zero_boxes(made, (0, 0)), lambda request: 'loss')
-    assert found.images is None
-    found, _ = walk(zero_boxes(made, (0, 0)), culprits(['1.jpg'], made))
-    (image, ) = found.images
-    assert (image['img_path'], image['annotation']) == ('1.jpg', None)
-
-
-@pytest.mark.parametrize('outcome, said', [
-    (ReplayResult(None), 'did not come again'),
-    (ReplayResult(error='ran out of memory'), 'ran out of memory')])
-def test_without_an_outcome_nothing_is_blamed(outcome, said):
-    steps = search(BatchView(batch()), None, 3)
-    next(steps)
-    with pytest.raises(StopIteration) as done:
-        steps.send(outcome)
-    found = done.value.value
+@pytest.mark.parametrize('first, said, status', [
+    (ReplayResult(None), 'did not come again', ReplayStatus.NOT_REPRODUCED),
+    (ReplayResult(error='ran out of memory'), 'ran out of memory',
+     ReplayStatus.NOT_MADE)])
+def test_without_a_result_nothing_is_blamed(first, said, status):
+    found, requests = walk(BatchView(batch()), None, first=first)
+    assert requests == [] and found.status is status
     assert said in found.replay and found.origin is None
-    assert found.images is None
-
-
-def test_memory_that_runs_out_later_ends_the_search():
-    origin = record(3)
-    found, requests = walk(
-        BatchView(batch(8)), lambda request: ReplayResult(error='ran out of memory'),
-        [origin])
-    assert len(requests) == 1
-    assert found.origin is origin and found.images is None
-    assert 'ran out of memory' in found.tests[0]
-
-
-def test_on_several_ranks_an_annotation_that_is_not_finite_is_named():
-    made = batch(2)
-    boxes(made, 1)[1] = math.nan
-    boxes(made, 0)[0] = torch.tensor([5., 5., 5., 9.])
-    steps = search(BatchView(made), None, 3, alone=False)
-    next(steps)
-    with pytest.raises(StopIteration) as done:
-        steps.send(ReplayResult('loss', [record(-1, given=('annotation', '?'))]))
-    (image, ) = done.value.value.images
-    assert image['img_path'] == '1.jpg' and image['annotation']['index'] == 1
-
-
-def test_a_failure_that_hangs_on_what_was_drawn_is_no_images_fault():
-    """It goes away whatever is put in, and whichever place it is put in."""
-    found, _ = walk(BatchView(batch(2)), lambda request: None)
     assert found.images is None
 
 
@@ -241,7 +73,7 @@ def test_what_shows_once_the_first_is_gone_is_tried_too():
 
     def answer(request):
         if len(request.mended) == 1:
-            return ReplayResult('raised', [second], raised='E')
+            return failing('raised', second)
         return None if request.mended else 'raised'
 
     found, requests = walk(BatchView(batch()), answer, [first],
@@ -260,10 +92,9 @@ def test_an_infinity_that_was_given_comes_after_what_can_be_tried(kind):
 
 
 def test_a_replay_that_fails_in_another_way_is_none():
-    steps = search(BatchView(batch()), None, 3, raised='ValueError')
-    next(steps)
-    with pytest.raises(StopIteration) as done:
-        steps.send(ReplayResult('raised', [record(1)], raised='KeyError'))
-    found = done.value.value
-    assert found.replay == 'the replay raised KeyError'
+    found, requests = walk(
+        BatchView(batch()), None, raised='ValueError', first=failing(
+            'raised', record(1), raised='KeyError'))
+    assert requests == [] and found.replay == 'the replay raised KeyError'
     assert found.origin is None
+    assert found.status is ReplayStatus.NOT_REPRODUCED

@@ -9,17 +9,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmdet_nanfix.diagnosis.replay.call_site import CallSites
+from mmdet_nanfix.diagnosis.replay.op_record import describe
 from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
 from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.guard.checks.finite import describe, is_finite
+from mmdet_nanfix.emulation.kernels import computing
+from mmdet_nanfix.guard.checks import is_finite
 
 ZERO = torch.zeros(3)
 ONE = torch.ones(3)
 
 
+def tracer(given=(), meant=(), mended=(), model=None):
+    """It names the half operations that are emulated."""
+    return NonFiniteTracer(CallSites(model or nn.Linear(1, 1)), computing,
+                           given, meant, mended)
+
+
 def follow(compute, given=(), meant=(), mended=()):
     """Origins that reach the result of a function."""
-    probe = NonFiniteTracer(CallSites(nn.Linear(1, 1)), given, meant, mended)
+    probe = tracer(given, meant, mended)
     with probe:
         result = compute()
     return probe.origins([result]), result
@@ -96,7 +104,7 @@ ALL = torch.ones(2, 4, dtype=torch.bool)
     (lambda: torch.where(torch.arange(3.) > 5, torch.tensor(0.),
                          torch.tensor(-math.inf)).softmax(0).sum(),
      ['_softmax']),
-    # ModelParts of one memory.
+    # Parts of one memory.
     (lambda: parts()[0], ['log']),
     (lambda: parts()[1], ['exp']),
     (lambda: parts().sum(), ['log', 'exp']),
@@ -177,7 +185,7 @@ def test_what_numpy_has_made_is_named_by_where_it_comes_in():
         return torch.from_numpy(np.array([1., np.nan])).sum()
 
     (record, ), _ = follow(compute)
-    assert record.op.endswith('test_provenance.compute')
+    assert record.op.endswith('test_probe.compute')
 
 
 def test_a_compiled_function_is_an_operation():
@@ -189,7 +197,7 @@ def test_a_compiled_function_is_an_operation():
 
     module = type(math)('compiled')
     module.write = write
-    probe = NonFiniteTracer(CallSites(nn.Linear(1, 1)))
+    probe = tracer()
     for source, found in ((ZERO, ['write']), (ZERO.log(), [])):
         out = torch.ones(3)
         with np.errstate(divide='ignore'), probe.following([module]):
@@ -217,7 +225,7 @@ def sliced(x):
 
 
 def backward(compute, leaf, scale=1.):
-    probe = NonFiniteTracer(CallSites(nn.Linear(1, 1)))
+    probe = tracer()
     with probe:
         loss = compute(leaf)
         assert is_finite(loss.detach())
@@ -304,7 +312,7 @@ def test_a_gradient_that_overflows_in_half():
 
 def test_statistics_that_a_schema_says_nothing_of():
     norm = nn.BatchNorm1d(2)
-    probe = NonFiniteTracer(CallSites(norm))
+    probe = tracer(model=norm)
     with probe:
         norm(torch.tensor([[1e30, 1.], [-1e30, 2.]]))
     (record, ) = probe.origins([norm.running_var])
@@ -313,7 +321,7 @@ def test_statistics_that_a_schema_says_nothing_of():
 
 def test_nothing_is_kept_alive():
     import weakref
-    probe = NonFiniteTracer(CallSites(nn.Linear(1, 1)))
+    probe = tracer()
     with probe:
         x = ZERO.log()
         storage = weakref.ref(x.untyped_storage())

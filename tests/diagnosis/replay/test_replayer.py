@@ -4,19 +4,16 @@ import math
 
 import pytest
 import torch
+from helpers.guards import parts_of
 from torch import nn
 
-from mmdet_nanfix.diagnosis.replay.batch_view import BatchSnapshot
+from mmdet_nanfix.diagnosis.findings import Failure
 from mmdet_nanfix.diagnosis.replay.call_site import CallSites
 from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
-from mmdet_nanfix.diagnosis.replay.replayer import (
-    Forward,
-    ReplayRequest,
-    Replays,
-    can_replay,
-)
-from mmdet_nanfix.guard import Host
-from mmdet_nanfix.guard.state import Rng, Transaction
+from mmdet_nanfix.diagnosis.replay.replayer import Replayer
+from mmdet_nanfix.diagnosis.replay.request import ReplayRequest
+from mmdet_nanfix.guard import CapturedForward, PlainTrainer
+from mmdet_nanfix.guard.state import BatchSnapshot, Rng
 
 
 class Noisy(nn.Module):
@@ -51,13 +48,12 @@ class Noisy(nn.Module):
 
 def setup(**arguments):
     model = Noisy()
-    transaction = Transaction(model)
     x = torch.randn(4, 2)
     batch = {'x': x, **arguments}
-    forward = Forward(BatchSnapshot(batch), Rng(), False)
+    forward = CapturedForward(BatchSnapshot(batch), Rng(), False)
     losses = []
 
-    replays = Replays(model, transaction, Host())
+    replayer = Replayer(parts_of(model))
     original = model.forward
 
     def spy(*args, **kwargs):
@@ -68,15 +64,11 @@ def setup(**arguments):
     model.forward = spy
 
     def run(probe=False, **settings):
-        made = NonFiniteTracer(CallSites(model)) if probe else None
-        return replays.run(
-            forward, batch, 8., {'mean': model.mean}, made, **settings)
+        made = NonFiniteTracer(CallSites(model), lambda: (None, 0)) if (
+            probe) else None
+        return replayer.run(forward, batch, 8., made, **settings)
 
     return model, run, losses
-
-
-def test_this_torch_can():
-    assert can_replay()
 
 
 def test_a_replay_is_the_same_to_the_last_bit_and_leaves_nothing():
@@ -102,24 +94,24 @@ def test_a_replay_is_the_same_to_the_last_bit_and_leaves_nothing():
     ('raise', 'raised', 'mul'), ('buffer', 'buffers', 'add_')])
 def test_each_way_to_fail_is_told_with_its_origin(how, failed, op):
     _, run, _ = setup(how=how)
-    assert run().failed == failed
-    outcome = run(probe=True)
-    assert outcome.failed == failed
+    assert run().failed is Failure(failed)
+    result = run(probe=True)
+    assert result.failed is Failure(failed)
     if how in ('raise', 'buffer'):
         # An infinity that was asked for, for want of anything else.
-        assert [record.meant for record in outcome.origins] == (
+        assert [record.meant for record in result.origins] == (
             [False] if how == 'raise' else [True])
     else:
-        assert [record.op for record in outcome.origins] == [op]
-    assert outcome.error is None
+        assert [record.op for record in result.origins] == [op]
+    assert result.error is None
 
 
 def test_no_memory_is_said_and_is_no_failure():
     model, run, _ = setup(how='memory')
     for probe in (False, True):
-        outcome = run(probe)
-        assert outcome.error == 'ran out of memory'
-        assert outcome.failed is None
+        result = run(probe)
+        assert result.error == 'ran out of memory'
+        assert result.failed is None
     assert model.seen == []
 
 
@@ -143,15 +135,18 @@ def test_a_training_step_is_run_by_the_host():
     model, _, _ = setup()
     seen = []
 
-    def train_step(batch, on_loss, place):
-        seen.append(batch)
-        on_loss(model(batch['x'])['loss_cls'] / 0.)
+    class Stepping(PlainTrainer):
 
-    replays = Replays(model, Transaction(model), Host(train_step))
+        def replay(self, forward, batch, on_loss, precision=()):
+            seen.append((batch, forward.whole_step, precision))
+            on_loss(model(batch['x'])['loss_cls'] / 0.)
+
+    replayer = Replayer(parts_of(model, Stepping(model)))
     batch = {'x': torch.ones(4, 2)}
-    outcome = replays.run(Forward(BatchSnapshot(batch), Rng(), True), batch, 1.,
-                          {})
-    assert outcome.failed == 'loss' and seen == [batch]
+    result = replayer.run(
+        CapturedForward(BatchSnapshot(batch), Rng(), True), batch, 1.,
+        asked=ReplayRequest(precision=('heads', )))
+    assert result.failed == 'loss' and seen == [(batch, True, ('heads', ))]
 
 
 @pytest.mark.parametrize('how, until, failed', [
@@ -162,5 +157,6 @@ def test_nothing_is_looked_at_after_what_is_asked_about(how, until, failed):
     model, run, _ = setup(how=how)
     went = []
     model.bbox_head.weight.register_hook(went.append)
-    assert run(asked=ReplayRequest(until=until)).failed == failed
+    found = run(asked=ReplayRequest(until=Failure(until))).failed
+    assert found == failed
     assert bool(went) is (until == 'grads')
