@@ -16,9 +16,7 @@ from shapes import write_shapes
 import mmdet_nanfix  # noqa: F401  registers
 from mmdet_nanfix import emulation
 from mmdet_nanfix.emulation import autocast
-from mmdet_nanfix.torch_support.features import (
-    HAS_HALF_ON_CPU,
-)
+from mmdet_nanfix.torch_support.features import HAS_HALF_ON_CPU
 
 REQUIRE = emulation.require
 if not HAS_HALF_ON_CPU:
@@ -29,27 +27,11 @@ if not HAS_HALF_ON_CPU:
     emulation.require = autocast.require = skip
 
 
-
-
-
-
-
-
-
-
 @pytest.fixture
 def real_require(monkeypatch):
     """For tests of the refusal itself."""
     for place in (emulation, autocast):
         monkeypatch.setattr(place, 'require', REQUIRE)
-
-
-
-
-
-
-
-
 
 
 @pytest.fixture
@@ -75,8 +57,6 @@ def said(caplog):
 
     yield messages
     logger.removeHandler(caplog.handler)
-
-
 
 
 @pytest.fixture(scope='session')

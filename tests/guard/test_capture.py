@@ -7,28 +7,37 @@ import torch
 from helpers.toy import toy_batch
 from torch import nn
 
+from mmdet_nanfix.diagnosis.exceptions import explain
 from mmdet_nanfix.guard.capture import ForwardCapture
-from mmdet_nanfix.guard.state import Transaction
+from mmdet_nanfix.guard.state.transaction import Transaction
 
 
-def watch_of(model, **settings):
+def capture_of(model, **settings):
     transaction = Transaction(model)
     transaction.begin()
     return ForwardCapture(transaction, **settings)
 
 
+def catching(model, **settings):
+    """Asks the diagnosis of what is raised."""
+    seen = capture_of(model, **settings)
+    reset = seen._transaction.reset
+    seen._catch = lambda *raised: explain(*raised, reset)
+    return seen
+
+
 def test_a_step_is_kept_as_the_preprocessor_gets_it(toy):
     batch = toy_batch()
-    seen = watch_of(toy, steps=True)
+    seen = capture_of(toy, whole_steps=True)
     with seen.over(toy):
         losses = toy(**toy.data_preprocessor(batch, True))
     assert seen.forward.whole_step and seen.forward.batch.value is batch
-    assert seen.losses is losses and seen.raised is None
+    assert seen.losses is losses and seen.caught is None
 
 
 def test_without_a_step_the_arguments_are_kept(toy):
     batch = toy_batch()
-    seen = watch_of(toy)
+    seen = capture_of(toy)
     with seen.over(toy):
         toy(batch['inputs'], mode='loss')
     assert not seen.forward.whole_step
@@ -37,7 +46,7 @@ def test_without_a_step_the_arguments_are_kept(toy):
 
 
 def test_nothing_stays_on_the_model(toy):
-    seen = watch_of(toy, steps=True, catches=True)
+    seen = catching(toy, whole_steps=True)
     with pytest.raises(KeyError), seen.over(toy):
         toy({})
     for module in toy.modules():
@@ -60,7 +69,7 @@ class Picky(nn.Module):
 @pytest.mark.parametrize('catches', [True, False])
 def test_an_exception_of_non_finite_numbers(catches):
     model = Picky()
-    seen = watch_of(model, catches=catches)
+    seen = catching(model) if catches else capture_of(model)
     bad = torch.full((1, 1), math.nan)
     if not catches:
         with pytest.raises(ValueError), seen.over(model):
@@ -69,12 +78,13 @@ def test_an_exception_of_non_finite_numbers(catches):
     with seen.over(model):
         out = model(bad)
     assert math.isnan(out['loss'])
-    assert seen.raised.error == 'ValueError: not finite'
+    assert seen.caught.text == 'ValueError: not finite'
+    assert seen.caught.kind == 'ValueError'
     assert seen.forward.batch.value[0] is bad
 
 
 def test_a_step_that_prepares_two_batches_is_not_kept(toy):
-    seen = watch_of(toy, steps=True)
+    seen = capture_of(toy, whole_steps=True)
     with seen.over(toy):
         for _ in range(2):
             batch = toy.data_preprocessor(toy_batch(), True)
@@ -89,7 +99,17 @@ def test_a_batch_of_anything_costs_no_training(toy):
         def __dict__(self):
             raise RuntimeError
 
-    seen = watch_of(toy)
+    seen = capture_of(toy)
     with seen.over(toy):
         toy(toy_batch()['inputs'], Odd())
     assert seen.forward is None
+
+
+def test_begin_and_end_stand_for_the_region(toy):
+    """For hosts that call forward and backward in two hooks."""
+    seen = capture_of(toy)
+    seen.begin(toy)
+    losses = toy(toy_batch()['inputs'])
+    seen.end()
+    assert seen.losses is losses
+    assert not toy._forward_hooks and not toy._forward_pre_hooks

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from helpers.guards import Running, go, guard_of, run
+from helpers.guards import FakeRanks, Running, go, guard_of, run
 from helpers.toy import toy_batch
 
-from mmdet_nanfix.guard import GuardedStep
-from mmdet_nanfix.guard.rules import LossScale, LossScaleSettings, StopRule
 from mmdet_nanfix.incidents import IncidentText
 
 
@@ -94,8 +92,7 @@ def test_stop(toy):
 
 
 def test_a_loss_that_is_bad_on_another_rank_only(toy):
-    guard = guard_of(toy)
-    guard._agree = guard._inquiry._agree = lambda flag: [1]
+    guard = guard_of(toy, FakeRanks(lambda flag: [1]))
     with guard.capture():
         losses = toy(**toy_batch())
     guard.attach(toy.parse_losses(losses)[0]).backward()
@@ -173,9 +170,7 @@ def test_a_taint_fails_the_step():
 
 def test_shards_leave_the_flag_to_the_host():
     model = Running()
-    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
-                        LossScale(LossScaleSettings()), StopRule(),
-                        clock=lambda: (1, 1), sharded=True)
+    guard = guard_of(model, sharded=True)
     for x, finite in ((1., True), (math.nan, False), (1., True)):
         with guard.capture():
             losses = model(x=torch.full((3, 2), x))
@@ -239,9 +234,7 @@ def test_another_exception_is_raised_untouched():
 
 def test_with_several_ranks_an_exception_is_raised():
     model = Matching()
-    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
-                        LossScale(LossScaleSettings()), StopRule(),
-                        clock=lambda: (1, 1), agree=lambda bad: [0])
+    guard = guard_of(model, FakeRanks(lambda bad: [0]))
     with pytest.raises(ValueError, match='invalid numeric'):
         go(guard, x=torch.ones(2, 2) * math.nan)
 
@@ -272,9 +265,7 @@ def test_a_replay_without_memory_is_said_and_training_goes_on():
 
 @pytest.mark.parametrize('most, told', [(0, 0), (2, 2), (None, 4)])
 def test_so_many_incidents_are_looked_into(toy, most, told):
-    optimizer = torch.optim.SGD(toy.parameters(), .1)
-    guard = GuardedStep(toy, optimizer, LossScale(LossScaleSettings()),
-                        StopRule(), clock=lambda: (1, 5), max_incidents=most)
+    guard = guard_of(toy, max_incidents=most)
     found = [run(guard, toy_batch(box=math.inf)).incident for _ in range(4)]
     assert [incident.origin is not None for incident in found] == (
         [True] * told + [False] * (4 - told))
@@ -284,9 +275,9 @@ def test_so_many_incidents_are_looked_into(toy, most, told):
 
 def test_a_healthy_step_can_be_looked_at_again():
     guard = guard_of(Running())
-    assert guard.look_again().replay == 'no step was accepted yet'
+    assert guard.diagnosis.look_again().replay == 'no step was accepted yet'
     go(guard, x=torch.ones(3, 2))
-    found = guard.look_again()
+    found = guard.diagnosis.look_again()
     assert found.origin is None and 'did not come again' in found.replay
 
 
@@ -344,9 +335,7 @@ class Masked(torch.nn.Module):
 @pytest.mark.parametrize('most', [0, 100])
 def test_a_weight_that_is_a_mask_is_not_blamed(most):
     model = Masked()
-    guard = GuardedStep(model, torch.optim.SGD(model.parameters(), .1),
-                        LossScale(LossScaleSettings()), StopRule(),
-                        clock=lambda: (1, 5), max_incidents=most)
+    guard = guard_of(model, max_incidents=most)
     incident = go(guard, x=torch.zeros(1, 2)).incident
     assert incident.where.phase == ('loss' if most == 0 else 'forward')
     assert incident.where.op == (None if most == 0 else 'div')

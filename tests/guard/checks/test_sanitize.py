@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mmdet.models.task_modules.assigners import hungarian_assigner
 from scipy.optimize import linear_sum_assignment
 
-from mmdet_nanfix import raisers
+from mmdet_nanfix.guard.checks import sanitize
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def installed(monkeypatch):
              if 'linear_sum_assignment' in module.__dict__]
     for place, name in ((F, 'binary_cross_entropy'), (F, 'one_hot'), *users):
         monkeypatch.setattr(place, name, getattr(place, name))
-    raisers.install()
-    raisers.install()
+    sanitize.install_sanitizers()
+    sanitize.install_sanitizers()
 
 
 COST = torch.tensor([[1., 2.], [3., 4.]])
@@ -47,7 +47,7 @@ def test_what_would_raise_is_reported(bad, good, call):
         call(bad)
     wanted = call(good)
     told = []
-    with raisers.tainting(told.append):
+    with sanitize.sanitizing(told.append):
         call(bad)
         assert torch.stack(told).isnan().any()
         told.clear()
@@ -62,7 +62,7 @@ def test_what_would_raise_is_reported(bad, good, call):
 
 def test_an_infeasible_matrix_of_infinities():
     told = []
-    with raisers.tainting(told.append):
+    with sanitize.sanitizing(told.append):
         rows, _ = hungarian_assigner.linear_sum_assignment(
             torch.full((2, 2), math.inf))
     assert len(rows) == 2 and told
@@ -72,7 +72,7 @@ def test_any_module_that_uses_the_matching_is_found(monkeypatch):
     own = types.ModuleType('own_matcher')
     own.linear_sum_assignment = linear_sum_assignment
     monkeypatch.setitem(sys.modules, 'own_matcher', own)
-    raisers.install()
-    with raisers.tainting(lambda flag: None):
+    sanitize.install_sanitizers()
+    with sanitize.sanitizing(lambda flag: None):
         own.linear_sum_assignment(COST * math.nan)
     assert linear_sum_assignment.__module__.startswith('scipy')

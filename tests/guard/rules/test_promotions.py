@@ -11,7 +11,7 @@ from mmdet_nanfix.guard.rules import Fp32Promotions
     ([1, 1500, 1600, 1700], True)])
 def test_three_within_a_thousand(saved, stays):
     parts = Fp32Promotions()
-    told = [parts.save('head', iteration) for iteration in saved]
+    told = [parts.record_rescue('head', iteration) for iteration in saved]
     assert (parts.names == ['head']) is stays
     assert sum(told) == int(stays) and told[-1] is stays
 
@@ -19,18 +19,19 @@ def test_three_within_a_thousand(saved, stays):
 def test_each_part_counts_for_itself():
     parts = Fp32Promotions(['neck'])
     for iteration in range(2):
-        parts.save('a', iteration)
-        parts.save('b', iteration)
+        parts.record_rescue('a', iteration)
+        parts.record_rescue('b', iteration)
     assert parts.names == ['neck']
-    assert parts.save('b', 2) and parts.names == ['neck', 'b']
+    assert parts.record_rescue('b', 2) and parts.names == ['neck', 'b']
     # What stays is not told again.
-    assert not parts.save('b', 3) and not parts.save('neck', 4)
+    assert not parts.record_rescue('b', 3)
+    assert not parts.record_rescue('neck', 4)
 
 
 def test_a_round_trip_in_plain_numbers():
     parts = Fp32Promotions(['neck'])
     for iteration in (7, 8):
-        parts.save('roi_head.bbox_head.1', iteration)
+        parts.record_rescue('roi_head.bbox_head.1', iteration)
     state = parts.state_dict()
     # What the config says is the config's to say again.
     assert state == {
@@ -39,7 +40,7 @@ def test_a_round_trip_in_plain_numbers():
     again = Fp32Promotions()
     again.load_state_dict({'scale': 4., 'nanfix_saved': 3, **state})
     assert again.state_dict() == state
-    assert again.save('roi_head.bbox_head.1', 9)
+    assert again.record_rescue('roi_head.bbox_head.1', 9)
     assert again.state_dict()['nanfix_fp32/roi_head.bbox_head.1'] == 1
     resumed = Fp32Promotions(['neck'])
     resumed.load_state_dict({**again.state_dict(), 'nanfix_fp32/off': 0})

@@ -11,12 +11,9 @@ import torch
 from helpers.runs import Sampler, Unknown
 from torch import nn
 
-from mmdet_nanfix.guard.state import (
-    AveragedModels,
-    Rng,
-    TensorBackup,
-    Transaction,
-)
+from mmdet_nanfix.guard.state import AveragedModels, Rng, Snapshot
+from mmdet_nanfix.guard.state.backup import TensorBackup
+from mmdet_nanfix.guard.state.transaction import Transaction
 
 
 def picture(model):
@@ -199,11 +196,8 @@ def test_parameters_are_not_copied():
 def test_state_elsewhere_is_taken_back_too():
     elsewhere = [1]
 
-    def begin():
-        saved = list(elsewhere)
-        return lambda: lambda: elsewhere.__setitem__(slice(None), saved)
-
-    transaction = Transaction(nn.Linear(1, 1), [begin])
+    transaction = Transaction(
+        nn.Linear(1, 1), [lambda: Snapshot.of([elsewhere])])
     transaction.begin()
     elsewhere.append(2)
     transaction.rollback()
@@ -271,7 +265,7 @@ def test_rng_of_all_kinds():
 @pytest.mark.skipif(not hasattr(torch, '_foreach_copy_'),
                     reason='torch 2.0 has no copy of several tensors')
 def test_one_fused_copy_for_each_dtype():
-    from overhead import Calls
+    from measuring import Calls
     model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(10)])
     transaction = Transaction(model)
     transaction.begin()

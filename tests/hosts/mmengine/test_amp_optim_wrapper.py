@@ -15,15 +15,15 @@ from helpers.toy import ToyDetector, toy_batch
 from helpers.training import SGD, same, train, weights, wrap
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from measuring import Calls
 from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
-from overhead import Calls
 from stock import stock_on_cpu
 from torch.utils.data import Dataset
 
 import mmdet_nanfix
-from mmdet_nanfix import emulation
+from mmdet_nanfix.emulation import autocast as emulation
 from mmdet_nanfix.hosts.mmengine.amp_optim_wrapper import (
     NanSafeAmpOptimWrapper,
 )
@@ -392,8 +392,8 @@ def test_off_registers_names_and_replaces_nothing():
 @given(data=st.data())
 def test_any_sequence_of_micro_steps(data):
     """Counters, scale, weights and buffers after any history."""
-    accumulate = data.add_scalar(st.integers(1, 3))
-    kinds = data.add_scalar(st.lists(st.sampled_from(
+    accumulate = data.draw(st.integers(1, 3))
+    kinds = data.draw(st.lists(st.sampled_from(
         ['good', 'loss', 'input', 'gradient']), min_size=1, max_size=9))
     batches = dict(good=toy_batch(), loss=toy_batch(rpn=math.nan),
                    input=toy_batch(x=math.inf), gradient=toy_batch(box=1e37))

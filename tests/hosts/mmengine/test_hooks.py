@@ -19,9 +19,10 @@ from torch.utils.data import Dataset
 import mmdet_nanfix
 from mmdet_nanfix.hosts.mmengine.amp_optim_wrapper import (
     NanSafeAmpOptimWrapper,
-    NanSafeOptimWrapper,
 )
-from mmdet_nanfix.hosts.mmengine.hooks import NanGuardHook, adopt
+from mmdet_nanfix.hosts.mmengine.convert import guard_existing_wrapper
+from mmdet_nanfix.hosts.mmengine.full_optim_wrapper import NanSafeOptimWrapper
+from mmdet_nanfix.hosts.mmengine.hooks import NanGuardHook
 from mmdet_nanfix.incidents import read_log
 
 
@@ -185,7 +186,7 @@ def test_impossible_settings(settings, error, toy):
     with pytest.raises(error):
         wrapper = OptimWrapper(torch.optim.SGD(toy.parameters(), .1))
         NanGuardHook(**settings)
-        adopt(wrapper, settings)
+        guard_existing_wrapper(wrapper, settings)
 
 
 def test_stock_amp_in_another_scope_is_adopted(tmp_path):
@@ -211,7 +212,7 @@ def test_several_optimizers_are_refused_in_one_line(toy):
             (OptimWrapperDict(a=one), 'several optimizers'),
             (Own(torch.optim.SGD(toy.parameters(), .1)), 'Own')):
         with pytest.raises(TypeError, match=named) as caught:
-            adopt(wrapper, {})
+            guard_existing_wrapper(wrapper, {})
         assert '\n' not in str(caught.value)
 
 
@@ -225,7 +226,7 @@ def test_the_hook_adds_itself_once(tmp_path):
         runner.train()
         kinds = [type(hook).__name__ for hook in runner.hooks]
         assert kinds.count('NanGuardHook') == 1
-        assert kinds.count('_AfterOthers') == 2
+        assert kinds.count('_RestoreHook') == 2
         assert kinds.count('NanfixRuntimeInfoHook') == 1
 
 
@@ -530,6 +531,6 @@ def test_a_patch_knows_what_the_config_says(tmp_path, clip, anew, by_hook):
     hooks = [dict(type='NanGuardHook', max_consecutive=9)] if by_hook else []
     runner, _ = run(tmp_path, Batches(), batches=1, hooks=hooks, **clip,
                     cfg=dict(optim_wrapper=clip, model=dict(type='X')))
-    told = runner.optim_wrapper.configured
+    told = runner.optim_wrapper.config
     assert (told.clips_anew, told.by_hook) == (anew, by_hook)
     assert told.model == dict(type='X')

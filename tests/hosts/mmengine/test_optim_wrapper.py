@@ -8,7 +8,7 @@ from helpers.toy import ToyDetector, toy_batch
 from helpers.training import same, train, weights, wrap
 
 import mmdet_nanfix
-from mmdet_nanfix import guarded
+from mmdet_nanfix.hosts.mmengine import reporter
 
 
 def test_accumulation_drops_the_window_of_a_bad_micro_step(toy):
@@ -98,7 +98,7 @@ def test_modules_that_stock_takes():
 @pytest.mark.parametrize('lacking', [True, False])
 def test_what_a_version_of_torch_lacks_is_said_once(toy, said, monkeypatch,
                                                     lacking):
-    monkeypatch.setattr(guarded, 'HAS_EAGER_STANCE', not lacking)
+    monkeypatch.setattr(reporter, 'HAS_EAGER_STANCE', not lacking)
     toy.rpn_head.hidden = torch.compile(toy.rpn_head.hidden, backend='eager')
     wrapper = wrap(toy, 'NanSafeOptimWrapper')
     train(toy, wrapper, toy_batch(), toy_batch())

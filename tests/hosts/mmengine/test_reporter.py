@@ -22,7 +22,7 @@ def journal_in(tmp_path):
 def test_the_log_is_where_the_current_logger_writes(tmp_path, said):
     (tmp_path / 'run').mkdir()
     journal = journal_in(tmp_path)
-    journal.tell(incident())
+    journal.report(incident())
     assert journal.path == str(
         tmp_path / 'run' / 'nanfix' / 'incidents.jsonl')
     assert [record['iter'] for record in read_log(journal.path)] == [7]
