@@ -15,7 +15,8 @@ from mmdet_nanfix.diagnosis.investigate import Investigator
 from mmdet_nanfix.diagnosis.parts import ModelParts
 from mmdet_nanfix.diagnosis.replay.driver import MOST
 from mmdet_nanfix.guard import CapturedForward
-from mmdet_nanfix.guard.state import BatchSnapshot, Rng, Transaction
+from mmdet_nanfix.guard.state import BatchSnapshot, Rng
+from mmdet_nanfix.guard.state.transaction import Transaction
 
 
 class Detector(nn.Module):

@@ -11,8 +11,7 @@ from torch import nn
 from mmdet_nanfix.diagnosis.replay.call_site import CallSites
 from mmdet_nanfix.diagnosis.replay.op_record import describe
 from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
-from mmdet_nanfix.emulation import cuda_autocast
-from mmdet_nanfix.emulation.kernels import computing
+from mmdet_nanfix.emulation import computing, cuda_autocast
 from mmdet_nanfix.guard.checks import is_finite
 
 ZERO = torch.zeros(3)
