@@ -50,7 +50,9 @@ class Followed:
                 'guard' in RANKS[:RANKS.index(above) + 1]):
             owner = frame.f_locals.get('self')
             name = type(owner).__name__ if owner is not None else ''
-            if name not in PROTOCOLS:
+            # Modes are called by torch itself.
+            if name not in PROTOCOLS and (
+                    frame.f_code.co_name != '__torch_dispatch__'):
                 self.upward.add((caller.f_code.co_name, below,
                                  frame.f_code.co_name, above))
 
