@@ -178,8 +178,8 @@ def main() -> None:
     configs = os.path.join('configs', 'demo', 'shapes_fp16_512')
     say('training without the guard: the stock AmpOptimWrapper at a fixed '
         'scale of 512, its device check bypassed (about a minute)')
-    train('stock', [sys.executable, os.path.join('bench', 'stock.py'), script,
-                    f'{configs}.py', '--work-dir',
+    train('stock', [sys.executable, os.path.join('bench', 'lib', 'stock.py'),
+                    script, f'{configs}.py', '--work-dir',
                     os.path.join(WORK, 'stock')])
     say('training with the guard: the same, and custom_imports (about a '
         'minute)')
