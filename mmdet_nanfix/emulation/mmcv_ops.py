@@ -148,7 +148,7 @@ def _focal(compute: Callable[..., Tensor], op: Op) -> Op:
         if input.device.type != 'cpu':
             op(input, target, weight, out, gamma=gamma, alpha=alpha)
             return
-        _refuse_bfloat16(op.__name__, input)
+        _refuse_bfloat16(compute.__name__, input)
         out.copy_(compute(input, target, weight, gamma, alpha))
 
     return call

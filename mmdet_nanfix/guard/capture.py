@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from ..torch_support import not_compiled
+from ..torch_support import Patches, not_compiled
 from .protocols import CapturedForward, CaughtException
 from .state.batch import BatchSnapshot
 from .state.rng import Rng
@@ -75,7 +76,9 @@ class ForwardCapture:
                        *self._keeping(module)):
             self._undo.callback(handle.remove)
         if self._catch is not None:
-            self._undo.enter_context(self._catching(module, self._catch))
+            self._undo.enter_context(Patches('capture')).wrap(
+                module, 'forward', functools.partial(
+                    functools.partial, self._try, module, self._catch))
 
     def end(self) -> None:
         """Leave the module as it was."""
@@ -119,26 +122,9 @@ class ForwardCapture:
                 keep_data, with_kwargs=True))
         return handles
 
-    @contextlib.contextmanager
-    def _catching(self, module: nn.Module, catch: Catch) -> Iterator[None]:
-        """Let the module's forward pass through :meth:`_try`."""
-        own = module.__dict__.get('forward')
-        forward = module.forward
-
-        def caught(*args: Any, **kwargs: Any) -> Any:
-            return self._try(module, forward, args, kwargs, catch)
-
-        module.__dict__['forward'] = caught
-        try:
-            yield
-        finally:
-            if own is None:
-                del module.__dict__['forward']
-            else:
-                module.__dict__['forward'] = own
-
-    def _try(self, module: nn.Module, forward: Callable[..., Any],
-             args: Any, kwargs: Any, catch: Catch) -> Any:
+    def _try(self, module: nn.Module, catch: Catch,
+             forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+             ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         rng: Rng = self._transaction.rng_now()

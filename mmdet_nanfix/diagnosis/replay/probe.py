@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ...guard.checks import is_finite
-from ...torch_support import HAS_SEQUENCE_NR, tree_leaves
+from ...torch_support import HAS_SEQUENCE_NR, Patches, tree_leaves
 from .call_site import CallSites, NodeSites
 from .op_record import (
     BadStorages,
@@ -106,17 +106,16 @@ class NonFiniteTracer(TorchDispatchMode):
         Args:
             modules: Of compiled functions that torch does not dispatch.
         """
-        with contextlib.ExitStack() as undo:
+        with Patches('replay') as patches:
             for module in modules:
                 for name, function in list(vars(module).items()):
                     if callable(function) and not (
                             name.startswith('_')
                             or isinstance(function, type)):
-                        undo.callback(setattr, module, name, function)
-                        setattr(module, name, functools.partial(
-                            self.untraced, name, function))
-            undo.enter_context(self)
-            yield
+                        patches.wrap(module, name, functools.partial(
+                            functools.partial, self.untraced, name))
+            with self:
+                yield
 
     def untraced(self, name: str, function: Callable[..., Any], /,
                  *args: Any, **kwargs: Any) -> Any:

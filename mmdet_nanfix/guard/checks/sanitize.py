@@ -24,12 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...torch_support import Patches
+
 __all__ = ['install_sanitizers', 'sanitizing']
 
 Report = Callable[[Tensor], None]
 _REPORT: contextvars.ContextVar[Report | None] = contextvars.ContextVar(
     'nanfix_report', default=None)
 _MARK = 'of_mmdet_nanfix'
+_PATCHES = Patches('sanitizers')
 
 
 @contextlib.contextmanager
@@ -100,11 +103,13 @@ def _nan_unless(fine: Tensor) -> Tensor:
 
 def _wrap(module: Any, name: str,
           make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(module, name)
-    if not getattr(original, _MARK, False):
-        wrapped = make(original)
-        setattr(wrapped, _MARK, True)
-        setattr(module, name, wrapped)
+    if not getattr(getattr(module, name), _MARK, False):
+        _PATCHES.wrap(module, name, lambda original: _marked(make(original)))
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, _MARK, True)
+    return function
 
 
 def install_sanitizers() -> None:

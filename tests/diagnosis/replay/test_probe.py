@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mmdet_nanfix.diagnosis.replay.op_record import describe
 from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
 from mmdet_nanfix.emulation import computing, cuda_autocast
 from mmdet_nanfix.guard.checks import is_finite
+from mmdet_nanfix.torch_support import Patches
 
 ZERO = torch.zeros(3)
 ONE = torch.ones(3)
@@ -204,6 +206,31 @@ def test_a_compiled_function_is_an_operation():
             result = out.sum()
         assert [r.op for r in probe.origins([result])] == found
     assert module.write is write
+
+
+@pytest.mark.parametrize('ends', ['inside', 'after'])
+@pytest.mark.parametrize('begins', ['before', 'inside'])
+def test_what_others_replace_meanwhile_is_put_back(begins, ends):
+    module = types.SimpleNamespace(compiled=abs)
+    others = Patches('others', innermost=True)
+
+    def replace():
+        others.wrap(module, 'compiled', lambda function: (
+            lambda value: function(value) + 1))
+
+    if begins == 'before':
+        replace()
+    probe = tracer()
+    with probe.following([module]):
+        if begins == 'inside':
+            replace()
+        assert module.compiled(-2) == 3
+        if ends == 'inside':
+            others.undo()
+            assert module.compiled(-2) == 2
+    assert module.compiled(-2) == (2 if ends == 'inside' else 3)
+    others.undo()
+    assert module.compiled is abs
 
 
 def test_mending_an_origin_shows_that_it_was_it():
