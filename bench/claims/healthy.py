@@ -25,6 +25,10 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(
 
 from families import FAMILIES, build, has_masks
 
+from mmdet_nanfix.diagnosis.context import RunContext
+from mmdet_nanfix.diagnosis.investigate import Investigator
+from mmdet_nanfix.diagnosis.parts import ModelParts
+
 __all__ = ['watch']
 
 
@@ -59,8 +63,11 @@ def watch(name: str, steps: int = 30, size: int = 320
     for step in range(steps):
         model.train_step(_batch(model, step, size), wrapper)
     incidents = wrapper._stop.total
-    outcome = wrapper.arm(model).diagnosis.look_again().result
-    return incidents, outcome.seen, len(outcome.origins)
+    guard = wrapper.arm(model)
+    result = Investigator(guard.parts, ModelParts(model)).investigate(
+        guard.diagnosis.good, RunContext(scale=guard.scale.scale)).result
+    assert result is not None, 'no step was accepted'
+    return incidents, result.seen, len(result.origins)
 
 
 def main() -> int:

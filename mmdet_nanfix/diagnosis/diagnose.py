@@ -5,7 +5,7 @@ boundary for errors. Processes of a run meet between its parts, never within.
 """
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, ContextManager, Mapping
 
 from torch import Tensor, nn
 
@@ -26,6 +26,9 @@ from .exceptions import explain
 from .findings import Findings, ReplayStatus
 from .first_look import find_where, worst_of
 from .parts import ModelParts
+from .replay.call_site import CallSites
+from .replay.probe import NonFiniteTracer
+from .replay.request import is_out_of_memory
 
 __all__ = ['Diagnostician']
 
@@ -44,6 +47,9 @@ class Diagnostician:
         conclusion: Draws conclusions, a :class:`.Conclusion`.
         max_incidents: After so many failed steps nothing is replayed; None
             for always, 0 for never.
+
+    Attributes:
+        good: What the last accepted step began with.
     """
 
     def __init__(self, step: StepParts, parts: ModelParts,
@@ -55,7 +61,7 @@ class Diagnostician:
         self._investigate = investigate
         self._conclusion = conclusion
         self._left = -1 if max_incidents is None else max_incidents
-        self._good: CapturedForward | None = None
+        self.good: CapturedForward | None = None
 
     def stop_replaying(self) -> None:
         """Replay nothing from now on."""
@@ -67,15 +73,28 @@ class Diagnostician:
 
     def accept(self, forward: CapturedForward | None) -> None:
         """Remember what an accepted step began with."""
-        self._good = forward
+        self.good = forward
 
     def catch(self, error: Exception, module: nn.Module,
               forward: Callable[..., Any], args: tuple[Any, ...],
               kwargs: Mapping[str, Any], rng: Rng
               ) -> CaughtException | None:
         """Tell by replays if an exception comes from what is not finite."""
-        return explain(error, module, forward, args, kwargs, rng,
-                       self._step.transaction.reset)
+        if is_out_of_memory(error):
+            return None
+        # A batch that cannot be copied, a sample of an unknown kind: the
+        # user's own exception is what counts.
+        with ErrorBoundary():
+            return explain(error, module, forward, args, kwargs, rng,
+                           self._step.transaction.reset, self._mending)
+        return None
+
+    def _mending(self) -> ContextManager[None]:
+        """Region in which what is not finite is set to 0."""
+        trainer = self._step.trainer
+        return NonFiniteTracer(
+            CallSites(self._step.model), trainer.half_op, mended=None
+        ).following(trainer.untraced)
 
     def look(self, window: list[MicroStep]) -> Evidence:
         """Look at losses, gradients, buffers and weights; some reads."""
@@ -153,7 +172,7 @@ class Diagnostician:
         for micro in alike[:_MOST_FORWARDS]:
             found = self._investigate(
                 micro.forward if micro else None, context,
-                self._good.batch if self._good else None,
+                self.good.batch if self.good else None,
                 micro.caught.kind if micro and micro.caught else None)
             first = first or found
             failed = found.failed is not None
@@ -167,17 +186,6 @@ class Diagnostician:
                     evidence.ranks = ranks
                 return found
         return first or Findings(replay='no batch was seen')
-
-    def look_again(self) -> Findings:
-        """Replay the last forward of a step that was accepted.
-
-        With the weights of now: for finding out whether anything is blamed
-        where nothing is wrong.
-        """
-        if self._good is None:
-            return Findings(replay='no step was accepted yet')
-        return self._investigate(self._good, RunContext(
-            scale=self._step.scale.scale, alone=self._ranks.alone))
 
     def _all_have_room(self) -> bool:
         """Whether all of several processes can compute in fp32."""

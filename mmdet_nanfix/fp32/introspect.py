@@ -12,6 +12,8 @@ from typing import Any, Container, Iterator
 
 from torch import Tensor, nn
 
+from ..torch_support import walk
+
 __all__ = [
     'loss_modules', 'names_in', 'own_codes', 'plain_objects',
     'reaches_a_network', 'runs_layers', 'takes_predictions'
@@ -43,13 +45,9 @@ def own_codes(function: Any) -> Iterator[types.CodeType]:
 def _codes(function: Any,
            inner: Container[str]) -> Iterator[types.CodeType]:
     code = getattr(function, '__code__', None)
-    waiting = [code] if code is not None else []
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting.extend(const for const in code.co_consts
-                       if isinstance(const, types.CodeType)
-                       and const.co_name in inner)
+    return walk([] if code is None else [code], lambda code: [
+        const for const in code.co_consts
+        if isinstance(const, types.CodeType) and const.co_name in inner])
 
 
 def names_in(kind: type, name: str) -> set[str]:
@@ -157,51 +155,44 @@ def _held(thing: Any) -> list[Any]:
             isinstance(thing, nn.Module) and name in _HOOKS_AND_PARTS)]
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple, set))
+_CONTAINERS = (dict, list, tuple, set)
 
 
 def _is_plain(value: Any) -> bool:
     """Tell if it is an object whose methods may be somebody's."""
     return hasattr(value, '__dict__') and not isinstance(value, (
-        Tensor, nn.Module, type, types.FunctionType, types.ModuleType)) and (
+        *_CONTAINERS, Tensor, nn.Module, type, types.FunctionType,
+        types.ModuleType)) and (
             str(type(value).__module__).partition('.')[0] not in _MACHINERY)
 
 
 def plain_objects(model: nn.Module) -> Iterator[tuple[Any, bool]]:
     """Yield objects that modules hold, and whether below an assigner."""
-    seen: set[int] = set()
-    waiting = [(value, False) for module in model.modules()
-               for value in _held(module)]
-    while waiting:
-        value, below = waiting.pop()
-        if id(value) in seen or isinstance(value, nn.Module):
-            continue
-        if _is_container(value):
-            if len(value) > _TOO_LONG:
-                continue
-        elif not _is_plain(value):
-            continue
-        else:
-            yield value, below
-            below = below or hasattr(type(value), 'assign')
-        seen.add(id(value))
-        waiting.extend((held, below) for held in _held(value))
+    assigned: set[int] = set()
+
+    def below(value: Any) -> list[Any]:
+        if not _is_plain(value) and not (
+                isinstance(value, _CONTAINERS) and len(value) <= _TOO_LONG):
+            return []
+        held = _held(value)
+        if id(value) in assigned or hasattr(type(value), 'assign'):
+            assigned.update(map(id, held))
+        return held
+
+    for value in walk([value for module in model.modules()
+                       for value in _held(module)], below):
+        if _is_plain(value):
+            yield value, id(value) in assigned
 
 
 def reaches_a_network(thing: Any) -> bool:
     """Tell if a module hangs below: it may compute what the object does."""
-    seen: set[int] = set()
-    waiting = _held(thing)
-    while waiting:
-        value = waiting.pop()
+
+    def below(value: Any) -> list[Any]:
         if isinstance(value, types.MethodType):
-            value = value.__self__
-        if isinstance(value, nn.Module):
-            return True
-        if id(value) in seen or not (
-                _is_container(value) or _is_plain(value)):
-            continue
-        seen.add(id(value))
-        waiting.extend(_held(value))
-    return False
+            return [value.__self__]
+        return _held(value) if isinstance(value, _CONTAINERS) or (
+            _is_plain(value)) else []
+
+    return any(isinstance(value, nn.Module)
+               for value in walk(_held(thing), below))

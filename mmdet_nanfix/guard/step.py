@@ -79,6 +79,7 @@ class GuardedStep:
         history: Of the accepted steps.
         diagnosis: Explains failed steps.
         sharded: Whether parameters are shards.
+        parts: What the step is made of, as the diagnosis sees it.
     """
 
     def __init__(self,
@@ -110,9 +111,10 @@ class GuardedStep:
         self._promotions = promotions or Fp32Promotions()
         self._retry = Retry(model, self._transaction, self._anchor,
                             self._trainer, scale, self.history)
-        self.diagnosis = diagnose(StepParts(
+        self.parts = StepParts(
             model, optimizer, self._trainer, scale, self._transaction,
-            self.buffers, self._anchor, self.history, sharded))
+            self.buffers, self._anchor, self.history, sharded)
+        self.diagnosis = diagnose(self.parts)
 
     def _optimized(self) -> set[int]:
         """``id`` of each parameter that the optimizer has now."""

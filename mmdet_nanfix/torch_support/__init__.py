@@ -6,7 +6,7 @@
 ``grad_scaler``    the gradient scaler for a device, on any version
 ``patching``       replace attributes of torch and of the hosts, list what
                    is replaced, and put it back
-``walking``        walk through the tensors in containers
+``walking``        walk through objects, and through tensors in containers
 =================  ========================================================
 """
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .features import (
 )
 from .grad_scaler import scaler_for
 from .patching import Patches
-from .walking import map_tensors, tensors
+from .walking import map_tensors, tensors, walk
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE', 'HAS_HALF_ON_CPU',
     'HAS_SEQUENCE_NR', 'Patches', 'foreach_copy_', 'map_tensors',
-    'not_compiled', 'scaler_for', 'tensors', 'tree_leaves'
+    'not_compiled', 'scaler_for', 'tensors', 'tree_leaves', 'walk'
 ]

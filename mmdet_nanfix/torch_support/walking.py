@@ -1,15 +1,40 @@
-"""Walk through the tensors in lists, tuples and dicts.
+"""Walk through graphs of objects, and through the tensors in containers.
 
-Unlike ``torch.utils._pytree`` also through classes below these, which hosts
-use for configs and results.
+Containers are lists, tuples, dicts and, unlike in ``torch.utils._pytree``,
+classes below these, which hosts use for configs and results.
 """
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from collections import deque
+from typing import Any, Callable, Iterable, Iterator, TypeVar
 
 from torch import Tensor
 
-__all__ = ['map_tensors', 'tensors']
+__all__ = ['map_tensors', 'tensors', 'walk']
+
+_Object = TypeVar('_Object')
+
+
+def walk(roots: Iterable[_Object],
+         below: Callable[[_Object], Iterable[_Object]],
+         nearest_first: bool = False) -> Iterator[_Object]:
+    """Yield objects and whatever hangs below them, each object once.
+
+    Args:
+        roots: Where to begin.
+        below: Returns what hangs right below an object; called when the walk
+            goes on.
+        nearest_first: Go level by level, not into the depth.
+    """
+    # The objects themselves, so that none of their ids is used again.
+    seen: dict[int, _Object] = {}
+    waiting = deque(roots)
+    while waiting:
+        item = waiting.popleft() if nearest_first else waiting.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield item
+            waiting.extend(below(item))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

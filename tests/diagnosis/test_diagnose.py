@@ -6,17 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.guards import FakeRanks, guard_of, parts_of, run
+from helpers.guards import FakeRanks, parts_of
 from helpers.toy import ToyDetector, toy_batch
 from helpers.training import train, wrap
 from mmengine.logging import MessageHub
 
-from mmdet_nanfix.diagnosis import diagnostician
 from mmdet_nanfix.diagnosis.cause.symptoms import Symptoms
 from mmdet_nanfix.diagnosis.context import RunContext
 from mmdet_nanfix.diagnosis.diagnose import Diagnostician
 from mmdet_nanfix.diagnosis.findings import (
-    Counterfactual,
     Failure,
     Findings,
     ReplayStatus,
@@ -229,20 +227,3 @@ def test_without_a_context_others_are_still_there(processes, monkeypatch):
     monkeypatch.setattr(RunContext, 'of', strange)
     _, concluded, looked = explained(nothing, processes=processes)
     assert looked == [0] and concluded.alone is (processes is None)
-
-
-def test_a_step_that_was_accepted_is_looked_into_again():
-    """Nothing is found where nothing is wrong."""
-    made = []
-
-    def diagnose(parts):
-        made.append(diagnostician(parts))
-        return made[0]
-
-    guard = guard_of(ToyDetector(), diagnose=diagnose)
-    assert made[0].look_again().replay == 'no step was accepted yet'
-    assert run(guard, toy_batch()).incident is None
-    found = made[0].look_again()
-    assert found.replay == 'the failure did not come again in a replay'
-    assert found.failed is None and found.origin is None
-    assert found.cured(Counterfactual.FIRST)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from helpers.guards import parts_of
 from helpers.toy import toy_batch
 from torch import nn
 
-from mmdet_nanfix.diagnosis.exceptions import explain
+from mmdet_nanfix.diagnosis import diagnostician
 from mmdet_nanfix.guard.capture import ForwardCapture
 from mmdet_nanfix.guard.state.transaction import Transaction
 
@@ -20,10 +21,10 @@ def capture_of(model, **settings):
 
 def catching(model, **settings):
     """Asks the diagnosis of what is raised."""
-    seen = capture_of(model, **settings)
-    reset = seen._transaction.reset
-    seen._catch = lambda *raised: explain(*raised, reset)
-    return seen
+    parts = parts_of(model)
+    parts.transaction.begin()
+    return ForwardCapture(parts.transaction,
+                          catch=diagnostician(parts).catch, **settings)
 
 
 def test_a_step_is_kept_as_the_preprocessor_gets_it(toy):

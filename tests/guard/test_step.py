@@ -273,14 +273,6 @@ def test_so_many_incidents_are_looked_into(toy, most, told):
                for incident in found[told:])
 
 
-def test_a_healthy_step_can_be_looked_at_again():
-    guard = guard_of(Running())
-    assert guard.diagnosis.look_again().replay == 'no step was accepted yet'
-    go(guard, x=torch.ones(3, 2))
-    found = guard.diagnosis.look_again()
-    assert found.origin is None and 'did not come again' in found.replay
-
-
 def test_the_next_window_gets_a_fresh_gradient():
     """What a replay went back through is gone."""
     guard = guard_of(Running())

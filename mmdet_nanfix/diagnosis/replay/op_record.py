@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...guard.checks import is_finite
+from ...torch_support import walk
 
 __all__ = [
     'BadStorages', 'CallSite', 'OpRecord', 'OpSchema', 'bad_rows', 'describe',
@@ -198,19 +199,13 @@ class BadStorages:
         Infinities that were asked for are among them only where there is
         nothing else.
         """
-        found: dict[int, OpRecord] = {}
-        seen: set[int] = set()
-        waiting = [record for tensor in tensors
-                   for record in self.of(tensor)]
-        while waiting:
-            record = waiting.pop()
-            if id(record) in seen:
-                continue
-            seen.add(id(record))
-            if record.is_origin and not (record.meant and record.parents):
-                found[id(record)] = record
-            waiting.extend(record.parents)
-        ordered = sorted(found.values(), key=lambda record: record.index)
+        made = walk([record for tensor in tensors
+                     for record in self.of(tensor)],
+                    lambda record: record.parents)
+        ordered = sorted(
+            (record for record in made if record.is_origin
+             and not (record.meant and record.parents)),
+            key=lambda record: record.index)
         return [record for record in ordered if not record.meant] or ordered
 
 

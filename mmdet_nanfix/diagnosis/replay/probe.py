@@ -52,7 +52,7 @@ class NonFiniteTracer(TorchDispatchMode):
         given: What is non-finite from the start: name and tensor by kind.
         meant: Buffers that hold infinities on purpose.
         mended: Name and source of origins whose result is set to 0, all of
-            it.
+            it; None for every result that is not finite, on purpose apart.
 
     Attributes:
         index: Operations so far.
@@ -65,14 +65,15 @@ class NonFiniteTracer(TorchDispatchMode):
                  half_op: Callable[[], tuple[str | None, int]],
                  given: Iterable[tuple[str, str, Tensor]] = (),
                  meant: Iterable[Tensor] = (),
-                 mended: Iterable[tuple[str, str | None]] = ()) -> None:
+                 mended: Iterable[tuple[str, str | None]] | None = ()
+                 ) -> None:
         super().__init__()
         self.index = 0
         self.seen = 0
         self.running: str | None = None
         self._sites = sites
         self._half_op = half_op
-        self._mended = frozenset(mended)
+        self._mended = None if mended is None else frozenset(mended)
         self._bad = BadStorages()
         self._made: dict[int, tuple[StorageWeakRef, str, CallSite]] = {}
         self._nodes = NodeSites()
@@ -146,12 +147,11 @@ class NonFiniteTracer(TorchDispatchMode):
             for record in inside:
                 # On a GPU this is one operation.
                 record.op = name
-            place = name, self._sites.here()
-            if results and not bad and self._mend(place, results):
-                return out
-            if results and not inside:
-                self._note(place, results, self._parents(bad, place[1]),
-                           tensors)
+            site = self._sites.here()
+            if results and (not inside or not bad and (
+                    name, site.source) in (self._mended or ())):
+                self._take_in((name, site), results,
+                              self._parents(bad, site), tensors)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any,
@@ -258,32 +258,29 @@ class NonFiniteTracer(TorchDispatchMode):
         if constant:
             # Numbers that come in from Python or numpy.
             name, bad = function_of(site), []
-        # What passes on something bad is no origin, and is left alone.
-        parents = [*held, *self._parents(bad, site)]
-        if not (all(parent.meant for parent in parents)
-                and self._mend((name, site), spoiled)):
-            self._note((name, site), spoiled, parents, inputs, asked,
-                       node is not None)
+        self._take_in((name, site), spoiled, [
+            *held, *self._parents(bad, site)], inputs, asked,
+                      node is not None)
 
-    def _mend(self, place: tuple[str, CallSite],
-              spoiled: Sequence[Tensor]) -> bool:
-        """Set results to 0, if asked to; huge ones would overflow next."""
-        if (place[0], place[1].source) not in self._mended:
-            return False
-        for value in spoiled:
-            value.zero_()
-            self._bad.clear(value)
-        return True
-
-    def _note(self, place: tuple[str, CallSite], spoiled: Sequence[Tensor],
-              parents: list[OpRecord], inputs: Sequence[Tensor],
-              asked: bool = False, backward: bool = False) -> None:
+    def _take_in(self, place: tuple[str, CallSite],
+                 spoiled: Sequence[Tensor], parents: list[OpRecord],
+                 inputs: Sequence[Tensor], asked: bool = False,
+                 backward: bool = False) -> None:
+        """Mend the bad results of an operation, or note them."""
         name, site = place
-        has_nan = any(bool(value.isnan().any()) for value in spoiled)
-        meant = not has_nan and (asked or bool(parents)) and all(
-            parent.meant for parent in parents)
+        meant = (asked or bool(parents)) and all(
+            parent.meant for parent in parents) and not any(
+                bool(value.isnan().any()) for value in spoiled)
         record = OpRecord(self.index - 1, name, site, parents=parents,
                           meant=meant, backward=backward)
+        # What passes on something bad is no origin, and is left alone.
+        if not meant if self._mended is None else record.is_origin and (
+                name, site.source) in self._mended:
+            for value in spoiled:
+                # All of it: what is huge would overflow next.
+                value.zero_()
+                self._bad.clear(value)
+            return
         self.seen += not parents
         if record.is_origin and not meant:
             record.inputs = [describe(value)

@@ -6,6 +6,7 @@ same numbers to the last bit. Whatever it changes is undone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from typing import Any, ContextManager, Iterator, Mapping, Protocol, Sequence
 
@@ -14,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ...guard import CapturedForward, StepParts
-from ...guard.checks import bad_tensors, is_finite, loss_terms, norm_of
+from ...guard.checks import (
+    bad_tensors,
+    is_finite,
+    loss_terms,
+    nodes_of,
+    norm_of,
+)
 from ...torch_support import HAS_EAGER_STANCE
 from ..findings import Failure, ReplayResult
 from .call_site import is_library
@@ -23,6 +30,9 @@ from .op_record import CallSite, OpRecord
 from .request import ReplayRequest, is_out_of_memory
 
 __all__ = ['Probe', 'Replayer']
+
+# Of the graph of a loss, the nearest to it.
+_MANY_NODES = 300
 
 
 class Probe(Protocol):
@@ -193,7 +203,9 @@ class _Run:
 
     def _note_losses(self, probe: Probe) -> None:
         self.result.owners = {
-            key: [site for term in terms for site in _sites_of(term, probe)]
+            key: [site for term in terms
+                  for node in itertools.islice(nodes_of(term), _MANY_NODES)
+                  for site in [probe.made_at(node)] if site is not None]
             for key, terms in self._losses.items()}
         self.result.losses = {
             key: sum(float(term.detach().float().mean()) for term in terms)
@@ -238,23 +250,6 @@ class _Run:
     def _is_bad(self, tensor: Tensor) -> bool:
         records = self._probe.of(tensor) if self._probe is not None else []
         return any(not record.meant for record in records)
-
-
-def _sites_of(term: Tensor, probe: Probe) -> Iterator[CallSite]:
-    """Where the operations of a loss were called from, the nearest first."""
-    seen = set()
-    waiting = [term.grad_fn]
-    for _ in range(300):
-        if not waiting:
-            return
-        node = waiting.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        site = probe.made_at(node)
-        if site is not None:
-            yield site
-        waiting.extend(parent for parent, _ in node.next_functions)
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -8,11 +8,11 @@
 """
 from __future__ import annotations
 
-from .anchor import leaves_of, loss_terms
+from .anchor import leaves_of, loss_terms, nodes_of
 from .finite import bad_tensors, can_be_checked, is_finite, norm_of
 from .sanitize import install_sanitizers, sanitizing
 
 __all__ = [
     'bad_tensors', 'can_be_checked', 'install_sanitizers', 'is_finite',
-    'leaves_of', 'loss_terms', 'norm_of', 'sanitizing'
+    'leaves_of', 'loss_terms', 'nodes_of', 'norm_of', 'sanitizing'
 ]

@@ -5,14 +5,14 @@ losses and buffers too.
 """
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from ...torch_support import walk
 from .finite import bad_tensors, can_be_checked
 
-__all__ = ['Anchor', 'leaves_of', 'loss_terms']
+__all__ = ['Anchor', 'leaves_of', 'loss_terms', 'nodes_of']
 
 
 def loss_terms(losses: Mapping[str, Any]) -> dict[str, list[Tensor]]:
@@ -31,22 +31,22 @@ def loss_terms(losses: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     return terms
 
 
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Nodes of the autograd graph of a loss, the nearest first."""
+    return walk([] if loss.grad_fn is None else [loss.grad_fn], lambda node: [
+        parent for parent, _ in node.next_functions if parent is not None],
+        nearest_first=True)
+
+
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """Leaves that the graph of a loss reaches, the nearest first.
 
     Walks the autograd graph in Python; no device sync.
     """
-    seen = set()
-    queue: deque[Any] = deque([loss.grad_fn])
-    while queue:
-        node = queue.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(loss):
         leaf = getattr(node, 'variable', None)
         if leaf is not None:
             yield leaf
-        queue.extend(parent for parent, _ in node.next_functions)
 
 
 class Anchor:

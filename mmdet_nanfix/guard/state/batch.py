@@ -1,11 +1,14 @@
 """Remember a batch as it was before a model touched it."""
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ...torch_support import walk
 
 __all__ = ['BatchSnapshot']
 
@@ -34,33 +37,27 @@ class BatchSnapshot:
 
     def __init__(self, value: Any, copies: bool = False) -> None:
         self.value = value
-        self.whole = True
         self._held: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int, Tensor | None]] = []
-        seen: set[int] = set()
-        waiting = [value]
-        for _ in range(_MANY):
-            if not waiting:
-                return
-            item = waiting.pop()
-            if isinstance(item, _ATOMS) or id(item) in seen:
-                continue
-            seen.add(id(item))
+        objects = walk([value], self._below)
+        for item in itertools.islice(objects, _MANY):
             if isinstance(item, Tensor):
                 self._tensor(item, copies)
-            elif isinstance(item, dict):
-                self._held.append((item, dict(item)))
-                waiting.extend(item.values())
-            elif isinstance(item, (list, set)):
-                self._held.append((item, item.copy()))
-                # A list of numbers can be long, and is kept already.
-                waiting.extend(item if len(item) < _LONG else (
-                    part for part in item if not isinstance(part, _ATOMS)))
-            elif isinstance(item, tuple):
-                waiting.extend(item)
-            elif hasattr(item, '__dict__') and not callable(item):
-                waiting.append(item.__dict__)
-        self.whole = not waiting
+        self.whole = next(objects, objects) is objects
+
+    def _below(self, item: Any) -> Iterable[Any]:
+        """Keep what a container holds, and return it."""
+        if isinstance(item, dict):
+            self._held.append((item, dict(item)))
+            return list(item.values())
+        if isinstance(item, (list, set)):
+            self._held.append((item, item.copy()))
+        if isinstance(item, (list, set, tuple)):
+            # A list of numbers can be long, and is kept already.
+            return item if len(item) < _LONG else [
+                part for part in item if not isinstance(part, _ATOMS)]
+        return [item.__dict__] if hasattr(item, '__dict__') and not (
+            callable(item) or isinstance(item, (Tensor, np.ndarray))) else ()
 
     def _tensor(self, tensor: Tensor, copies: bool) -> None:
         # What was made in inference mode cannot be written to here, and

@@ -389,3 +389,27 @@ def test_what_passes_something_bad_on_is_not_mended():
     _, result = follow(compute, mended=[
         (record.op, record.site.source) for record in records])
     assert is_finite(result)
+
+
+def mending_all():
+    return NonFiniteTracer(CallSites(nn.Identity()), computing, mended=None)
+
+
+def test_a_mask_survives_mending():
+    x = torch.ones(2, 2)
+    with mending_all():
+        masked = x.masked_fill(torch.eye(2).bool(), -math.inf)
+        assert masked.softmax(-1)[0].tolist() == [0., 1.]
+        x.div_(torch.zeros(1))
+        assert torch.isfinite(x).all()
+        assert torch.isfinite(torch.empty(3).fill_(math.nan)).all()
+        assert torch.zeros(1).expand(4).sum() == 0
+
+
+def test_what_was_given_is_mended_where_it_is_used():
+    weight = torch.tensor([math.nan, 1.])
+    with mending_all():
+        assert torch.isfinite(weight * 2).all()
+        assert torch.isfinite(weight.sum() + 1)
+        weight += 1
+    assert torch.isfinite(weight).all()
