@@ -16,7 +16,7 @@ from shapes import write_shapes
 import mmdet_nanfix  # noqa: F401  registers
 from mmdet_nanfix import emulation
 from mmdet_nanfix.emulation import autocast
-from mmdet_nanfix.torch_support.features import HAS_HALF_ON_CPU
+from mmdet_nanfix.emulation.autocast import HAS_HALF_ON_CPU
 
 REQUIRE = emulation.require
 if not HAS_HALF_ON_CPU:

@@ -66,7 +66,8 @@ def watch(name: str, steps: int = 30, size: int = 320
     guard = wrapper.arm(model)
     result = Investigator(guard.parts, ModelParts(model)).investigate(
         guard.diagnosis.good, RunContext(scale=guard.scale.scale)).result
-    assert result is not None, 'no step was accepted'
+    if result is None:
+        raise RuntimeError(f'no step of {name} was accepted')
     return incidents, result.seen, len(result.origins)
 
 

@@ -8,9 +8,8 @@ from ..guard import Evidence, Explanation, StepParts
 from ..incidents import Cause, Where
 from .cause.advice import Case, advise
 from .cause.config_patch import LossModules, is_loss, weight_of
-from .cause.remedy import select_remedy
 from .cause.symptoms import Symptoms
-from .cause.verdict import CauseEvidence, verdict
+from .cause.verdict import CauseEvidence, select_remedy, verdict
 from .context import RunContext
 from .exceptions import ExceptionDetails
 from .findings import (

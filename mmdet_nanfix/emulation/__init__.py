@@ -8,8 +8,8 @@ Loaded where half precision trains on a CPU, and never where a GPU does.
 ``autocast_switch``  torch's autocast, with ``cuda`` meaning the CPU
 ``op_lists``         CUDA autocast's lists of operations, by name
 ``kernels``          these lists as kernels
-``casting``          the casts in front of them, weights once a region
-``compound``         which half operation is computed in several steps
+``casting``          the casts in front of them, weights once a region;
+                     which operation is being computed in several steps
 ``sampling``         RoIAlign and deformable attention in half
 ``focal_loss``       sigmoid focal loss with the CUDA kernel's faults
 ``mmcv_ops``         these in the place of mmcv's own
@@ -18,6 +18,6 @@ Loaded where half precision trains on a CPU, and never where a GPU does.
 from __future__ import annotations
 
 from .autocast import cuda_autocast, require
-from .compound import computing
+from .casting import computing
 
 __all__ = ['computing', 'cuda_autocast', 'require']

@@ -30,7 +30,6 @@ import torch
 from ..torch_support import (
     AUTOCAST_BY_DEVICE,
     HALVES,
-    HAS_HALF_ON_CPU,
     Patches,
 )
 from . import autocast_switch, mmcv_ops
@@ -39,6 +38,10 @@ from .casting import CastCache
 from .kernels import destroy, half_kernels, stock_only
 
 __all__ = ['cuda_autocast', 'installed', 'is_emulating', 'require']
+
+#: Whether half precision can be emulated on a CPU: torch 2.1 and newer (2.0.1
+#: has half kernels for next to nothing, not even a clamp).
+HAS_HALF_ON_CPU = hasattr(torch._C, '_ExcludeDispatchKeyGuard')
 
 
 class _Answer:

@@ -1,14 +1,19 @@
 """Cast the arguments of an operation as autocast does, and weights once."""
 from __future__ import annotations
 
-from typing import Any, Callable
+import contextlib
+import threading
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ..torch_support import map_tensors, tensors
 
-__all__ = ['CastCache', 'dtypes_of', 'eligible', 'map_eligible']
+__all__ = [
+    'CastCache', 'as_one', 'computing', 'dtypes_of', 'eligible',
+    'map_eligible'
+]
 
 
 class CastCache:
@@ -61,3 +66,35 @@ def map_eligible(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def dtypes_of(*values: Any) -> set[torch.dtype]:
     """Return the dtypes of the eligible tensors in containers."""
     return {tensor.dtype for tensor in tensors(values) if eligible(tensor)}
+
+
+class _Computing(threading.local):
+    """Keep the half operation that this thread computes in several steps."""
+
+    name: str | None = None
+    count = 0
+
+
+_COMPUTING = _Computing()
+
+
+def computing() -> tuple[str | None, int]:
+    """Return the name of the half operation in progress, or None.
+
+    With it a number that tells one call from the next.
+
+    What it is made of here (products in fp32, a rounding) is one operation
+    on a GPU; the rounding of an fp32 input in front of it is another.
+    """
+    return _COMPUTING.name, _COMPUTING.count
+
+
+@contextlib.contextmanager
+def as_one(name: str) -> Iterator[None]:
+    """Enter a region whose operations are one on a GPU."""
+    outer, _COMPUTING.name = _COMPUTING.name, name
+    _COMPUTING.count += 1
+    try:
+        yield
+    finally:
+        _COMPUTING.name = outer

@@ -28,8 +28,7 @@ from torch import Tensor
 from ..torch_support import AUTOCAST_BY_DEVICE, HALVES, not_compiled
 from . import op_lists
 from .autocast_switch import autocast_dtype, autocast_is_on
-from .casting import CastCache, dtypes_of, eligible, map_eligible
-from .compound import as_one
+from .casting import CastCache, as_one, dtypes_of, eligible, map_eligible
 
 __all__ = ['destroy', 'half_kernels', 'stock_only']
 

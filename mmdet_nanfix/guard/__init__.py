@@ -3,18 +3,17 @@
 Complete without a diagnosis: it skips, rolls back, adapts the loss scale and
 logs the heads. Calls go up through three Protocols only.
 
-=====================  ====================================================
-``step``               the guarded step: the whole story on one screen
-``capture``            what a forward is given, returns and raises
-``retry``              a failed step, made again with what has helped
-``history``            losses, gradient norms and rates of the accepted steps
-``protocols``          what the guard needs of others, and what is handed over
-``trainer``            a model that is trained by hand, in one process
-``without_diagnosis``  what a failed step shows, and no more
-``checks``             finite checks, the anchor, inputs that are sanitized
-``state``              what a step may change: remember and restore
-``rules``              loss scale, stop rule, promotions to fp32: no torch
-=====================  ====================================================
+==============  ===========================================================
+``step``        the guarded step: the whole story on one screen
+``capture``     what a forward is given, returns and raises
+``retry``       a failed step, made again with what has helped
+``history``     losses, gradient norms and rates of the accepted steps
+``protocols``   what the guard needs of others, and what is handed over
+``standalone``  one process, a model trained by hand, no diagnosis
+``checks``      finite checks, the anchor, inputs that are sanitized
+``state``       what a step may change: remember and restore
+``rules``       loss scale, stop rule, promotions to fp32: no torch
+==============  ===========================================================
 """
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ from .protocols import (
     RetryResult,
     RunConfig,
 )
+from .standalone import PlainTrainer, StepParts
 from .step import GuardedStep, Verdict
-from .trainer import PlainTrainer
-from .without_diagnosis import StepParts
 
 __all__ = [
     'CapturedForward', 'CaughtException', 'Evidence', 'Explanation',

@@ -11,8 +11,7 @@ from torch import nn
 
 from ..torch_support import Patches, not_compiled
 from .protocols import CapturedForward, CaughtException
-from .state.batch import BatchSnapshot
-from .state.rng import Rng
+from .state.batch import BatchSnapshot, Rng
 from .state.transaction import Transaction
 
 __all__ = ['ForwardCapture']

@@ -12,8 +12,7 @@ from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 from torch import Tensor, nn
 
 from ..incidents import Cause, HeadState, Where
-from .state.batch import BatchSnapshot
-from .state.rng import Rng
+from .state.batch import BatchSnapshot, Rng
 from .state.snapshot import Snapshot
 
 __all__ = [

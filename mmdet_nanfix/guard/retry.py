@@ -21,7 +21,7 @@ from .protocols import (
     Trainer,
 )
 from .rules.loss_scale import LossScale
-from .state.rng import cuda_devices, has_room
+from .state.batch import cuda_devices, has_room
 from .state.transaction import Transaction
 
 __all__ = ['Rescue', 'Retry']

@@ -29,10 +29,9 @@ from .retry import Rescue, Retry
 from .rules.loss_scale import LossScale
 from .rules.promotions import Fp32Promotions
 from .rules.stop_rule import StopRule
+from .standalone import NoDiagnosis, PlainTrainer, StepParts
 from .state.buffers import WatchedBuffers
 from .state.transaction import Transaction
-from .trainer import PlainTrainer
-from .without_diagnosis import NoDiagnosis, StepParts
 
 __all__ = ['GuardedStep', 'Verdict']
 

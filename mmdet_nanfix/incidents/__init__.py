@@ -6,8 +6,8 @@ Knows neither torch nor a host: logs are read on any machine.
 ``records``    the incident and its parts
 ``codes``      cause codes, NF101 to NF113, with their titles
 ``log``        the append-only log file, and its reader
-``text``       one line and one paragraph about an incident
-``summary``    the table at the end of a run
+``text``       one line and one paragraph about an incident; the table at the
+               end of a run
 =============  ============================================================
 """
 from __future__ import annotations
@@ -23,8 +23,7 @@ from .records import (
     Where,
     short_source,
 )
-from .summary import Summary
-from .text import IncidentText
+from .text import IncidentText, Summary
 
 __all__ = [
     'Cause', 'Counts', 'HeadState', 'Incident', 'IncidentLog',

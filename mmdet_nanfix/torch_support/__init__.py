@@ -15,7 +15,6 @@ from .features import (
     AUTOCAST_BY_DEVICE,
     HALVES,
     HAS_EAGER_STANCE,
-    HAS_HALF_ON_CPU,
     HAS_SEQUENCE_NR,
     foreach_copy_,
     not_compiled,
@@ -26,7 +25,7 @@ from .patching import Patches
 from .walking import map_tensors, tensors, walk
 
 __all__ = [
-    'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE', 'HAS_HALF_ON_CPU',
+    'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_EAGER_STANCE',
     'HAS_SEQUENCE_NR', 'Patches', 'foreach_copy_', 'map_tensors',
     'not_compiled', 'scaler_for', 'tensors', 'tree_leaves', 'walk'
 ]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = [
     'AUTOCAST_BY_DEVICE', 'HALVES', 'HAS_CPU_SCALER', 'HAS_EAGER_STANCE',
-    'HAS_HALF_ON_CPU', 'HAS_SEQUENCE_NR', 'foreach_copy_',
+    'HAS_SEQUENCE_NR', 'foreach_copy_',
     'not_compiled', 'tree_leaves'
 ]
 
@@ -23,10 +23,6 @@ HALVES = (torch.float16, torch.bfloat16)
 #: Whether autocast takes half on a CPU and asks for its state by device:
 #: torch 2.4 and newer (missing in 2.0.1, 2.1.2; there in 2.13).
 AUTOCAST_BY_DEVICE = hasattr(torch, 'get_autocast_dtype')
-
-#: Whether half precision can be emulated on a CPU: torch 2.1 and newer (2.0.1
-#: has half kernels for next to nothing, not even a clamp).
-HAS_HALF_ON_CPU = hasattr(torch._C, '_ExcludeDispatchKeyGuard')
 
 #: Whether compiled code can be told to run as it is written: torch 2.6 and
 #: newer (missing in 2.1.2).

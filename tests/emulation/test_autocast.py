@@ -149,6 +149,8 @@ def test_gradients_are_rounded_and_overflow():
 
 
 def test_a_torch_that_is_too_old(monkeypatch, real_require):
+    version = tuple(map(int, torch.__version__.split('.')[:2]))
+    assert (version >= (2, 1)) == emulation.HAS_HALF_ON_CPU
     monkeypatch.setattr(emulation, 'HAS_HALF_ON_CPU', False)
     with pytest.raises(RuntimeError, match='needs torch 2.1'), (
             cuda_autocast()):

@@ -14,11 +14,11 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.emulation import cuda_autocast
+from mmdet_nanfix.emulation.autocast import HAS_HALF_ON_CPU
 from mmdet_nanfix.emulation.casting import CastCache
 from mmdet_nanfix.emulation.kernels import destroy
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
-    HAS_HALF_ON_CPU,
 )
 
 HALF = torch.float16

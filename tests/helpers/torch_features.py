@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from mmdet_nanfix.emulation.autocast import HAS_HALF_ON_CPU
 from mmdet_nanfix.torch_support.features import (
     AUTOCAST_BY_DEVICE,
-    HAS_HALF_ON_CPU,
 )
 
 OLD = 'half precision on a CPU is emulated from torch 2.1 on'

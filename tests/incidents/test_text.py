@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from helpers.incidents import incident
 
-from mmdet_nanfix.incidents import IncidentText
+from mmdet_nanfix.incidents import IncidentText, Summary
 
 
 def test_summary_is_one_line_that_names_the_heads():
@@ -111,3 +111,13 @@ def test_a_folder_that_is_gone_and_a_name_of_two_lines(monkeypatch):
     line = one_line(record(images=images, origin={
         **ORIGIN, 'source': '/tmp/x.py:3'}))
     assert '/tmp/x.py:3' in line and 'a b.jpg' in line and '\n' not in line
+
+
+def test_summary_counts_by_phase_and_head():
+    summary = Summary()
+    for iteration in (3, 9):
+        summary.add(incident(iteration))
+    text = summary.text()
+    row = next(line for line in text.splitlines() if 'bbox_head' in line)
+    assert [cell.strip() for cell in row.strip('│ ').split('│')] == [
+        'loss', 'roi_head.bbox_head', '2', '3', '9']

@@ -53,4 +53,3 @@ def test_what_a_version_offers():
     version = tuple(map(int, torch.__version__.split('.')[:2]))
     assert (version >= (2, 4)) == features.AUTOCAST_BY_DEVICE
     assert (version >= (2, 3)) == features.HAS_CPU_SCALER
-    assert (version >= (2, 1)) == features.HAS_HALF_ON_CPU

@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import types
 from typing import Any, ContextManager, Iterator, Mapping, Protocol, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...guard import CapturedForward, StepParts
 from ...guard.checks import (
     bad_tensors,
+    can_be_checked,
     is_finite,
     loss_terms,
     nodes_of,
     norm_of,
 )
-from ...torch_support import HAS_EAGER_STANCE
+from ...torch_support import HALVES, HAS_EAGER_STANCE, tree_leaves
 from ..findings import Failure, ReplayResult
 from .call_site import is_library
-from .gauge import FillGauge
 from .op_record import CallSite, OpRecord
 from .request import ReplayRequest, is_out_of_memory
 
-__all__ = ['Probe', 'Replayer']
+__all__ = ['FillGauge', 'Probe', 'Replayer']
+
 
 # Of the graph of a loss, the nearest to it.
 _MANY_NODES = 300
@@ -279,3 +282,39 @@ def _eager() -> Iterator[None]:
     with torch.compiler.set_stance('force_eager') if HAS_EAGER_STANCE else (
             contextlib.nullcontext()):
         yield
+
+
+class FillGauge(TorchDispatchMode):
+    """Region of a backward in which the largest half number is noted.
+
+    That of gradients: what a checkpointed forward computes again, with
+    gradients enabled, is none. Two calls an operation with a half result.
+
+    Attributes:
+        filled: That number as a share of the largest of its dtype; one read
+            for each device. 0 where nothing was in half.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._largest: dict[Any, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any,
+                           args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in () if torch.is_grad_enabled() else tree_leaves(out):
+            if isinstance(value, Tensor) and value.dtype in (
+                    HALVES) and can_be_checked(value):
+                place = value.dtype, value.device
+                largest = torch.linalg.vector_norm(value.detach(), math.inf)
+                known = self._largest.get(place)
+                self._largest[place] = largest if known is None else (
+                    torch.maximum(largest, known))
+        return out
+
+    @property
+    def filled(self) -> float:
+        """See the class."""
+        return max((float(value) / torch.finfo(dtype).max for (
+            dtype, _), value in self._largest.items()), default=0.)

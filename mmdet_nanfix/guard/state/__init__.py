@@ -1,11 +1,11 @@
 """Remember what a step may change, and restore it.
 
 ===============  ==========================================================
-``transaction``  what the forwards of a window change, and the way back
+``transaction``  what the forwards of a window change, and the way back:
+                 copies of tensors
 ``snapshot``     what hangs below a model at one moment
-``backup``       copies of tensors
-``rng``          random number generators; room on a device
-``batch``        a batch as it was before a model touched it
+``batch``        what a forward begins with: a batch as it was, generators
+                 of random numbers
 ``averages``     EMA, shadows and mean teachers that hooks keep
 ``buffers``      which buffers must stay finite
 ===============  ==========================================================
@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 from .averages import AveragedModels
-from .batch import BatchSnapshot
-from .rng import Rng, cuda_devices, has_room
+from .batch import BatchSnapshot, Rng, cuda_devices, has_room
 from .snapshot import Snapshot
 
 __all__ = [

@@ -5,8 +5,8 @@ from typing import Any, Iterable, Iterator
 
 from torch import Tensor
 
-from .backup import TensorBackup
 from .snapshot import Snapshot
+from .transaction import TensorBackup
 
 __all__ = ['AveragedModels']
 

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 from helpers.guards import parts_of
+from helpers.torch_features import needs_half
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mmdet_nanfix.diagnosis.findings import Failure
 from mmdet_nanfix.diagnosis.replay.call_site import CallSites
 from mmdet_nanfix.diagnosis.replay.probe import NonFiniteTracer
-from mmdet_nanfix.diagnosis.replay.replayer import Replayer
+from mmdet_nanfix.diagnosis.replay.replayer import FillGauge, Replayer
 from mmdet_nanfix.diagnosis.replay.request import ReplayRequest
 from mmdet_nanfix.guard import CapturedForward, PlainTrainer
 from mmdet_nanfix.guard.state import BatchSnapshot, Rng
@@ -160,3 +162,42 @@ def test_nothing_is_looked_at_after_what_is_asked_about(how, until, failed):
     found = run(asked=ReplayRequest(until=Failure(until))).failed
     assert found == failed
     assert bool(went) is (until == 'grads')
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_the_largest_gradient_as_a_share_of_the_range(dtype):
+    largest = torch.finfo(dtype).max
+    x = torch.ones(3, requires_grad=True)
+    with FillGauge() as gauge:
+        # The middle one is the largest on the way.
+        (x.to(dtype) * .25).sum().backward(torch.tensor(
+            largest / 2, dtype=dtype))
+    assert gauge.filled == pytest.approx(.5, rel=1e-2)
+
+
+def test_nothing_in_half_fills_nothing():
+    x = torch.ones(3, requires_grad=True)
+    with FillGauge() as gauge:
+        (x * 1e30).sum().backward()
+    assert gauge.filled == 0.
+
+
+def test_an_infinity_is_more_than_all():
+    x = torch.ones(3, requires_grad=True)
+    with FillGauge() as gauge:
+        (x.half() * 4).sum().backward(torch.tensor(6e4).half())
+    assert gauge.filled == float('inf')
+
+
+@needs_half
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_what_is_computed_again_is_no_gradient(reentrant):
+    x = torch.ones(3, requires_grad=True)
+
+    def layer(y):
+        return (y.half() * 6e4).float() * 1e-5
+
+    loss = checkpoint(layer, x, use_reentrant=reentrant).sum()
+    with FillGauge() as gauge:
+        loss.backward()
+    assert 0 < gauge.filled < .1

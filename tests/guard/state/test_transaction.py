@@ -12,8 +12,7 @@ from helpers.runs import Sampler, Unknown
 from torch import nn
 
 from mmdet_nanfix.guard.state import AveragedModels, Rng, Snapshot
-from mmdet_nanfix.guard.state.backup import TensorBackup
-from mmdet_nanfix.guard.state.transaction import Transaction
+from mmdet_nanfix.guard.state.transaction import TensorBackup, Transaction
 
 
 def picture(model):

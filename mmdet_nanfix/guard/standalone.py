@@ -1,29 +1,121 @@
-"""Do without a diagnosis: name what a failed step shows, and no more."""
+"""Do without a host, other processes and a diagnosis.
+
+One process, a bare model that is trained by hand, and what a failed step shows
+before anything is replayed.
+"""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Mapping
+import types
+from typing import Any, ContextManager, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..incidents import HeadState, Where
-from .checks.anchor import Anchor
+from .checks.anchor import Anchor, loss_terms
 from .checks.finite import bad_tensors
 from .history import History
 from .protocols import (
     CapturedForward,
+    Carry,
     CaughtException,
     Evidence,
     Explanation,
     MicroStep,
+    OnLoss,
+    Ranks,
+    Remedy,
+    RetryResult,
+    RunConfig,
     Trainer,
 )
 from .rules.loss_scale import LossScale
 from .state.buffers import WatchedBuffers
+from .state.snapshot import Snapshot
 from .state.transaction import Transaction
 
-__all__ = ['NoDiagnosis', 'StepParts']
+__all__ = ['NoDiagnosis', 'PlainTrainer', 'SingleProcess', 'StepParts']
+
+
+class SingleProcess:
+    """The :class:`.Ranks` of a run in one process."""
+
+    alone = True
+    rank = 0
+
+    def which(self, flag: bool) -> list[int]:
+        """Return the ranks on which a flag is up."""
+        return [0] * flag
+
+    def share(self, value: Any, source: int) -> Any:
+        """Return the value."""
+        return value
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+
+class PlainTrainer:
+    """The :class:`.Trainer` of a model that is trained by hand.
+
+    Args:
+        model: The model; its losses are summed.
+        ranks: The processes; None for one.
+    """
+
+    half = False
+    whole_steps = False
+    can_retry = False
+    untraced: Sequence[types.ModuleType] = ()
+
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+        self._model = model
+        self.ranks: Ranks = ranks or SingleProcess()
+        self.config = RunConfig()
+
+    def clock(self) -> tuple[int | None, int]:
+        """Return no epoch, and the first iteration."""
+        return None, 1
+
+    def position(self) -> int:
+        """Return the number of backwards so far."""
+        return 0
+
+    def remember(self) -> Snapshot:
+        """Remember nothing outside of the model."""
+        return Snapshot()
+
+    def half_op(self) -> tuple[str | None, int]:
+        """Return that no half operation is emulated."""
+        return None, 0
+
+    def replay(self, forward: CapturedForward, batch: Any, on_loss: OnLoss,
+               precision: Sequence[str] = ()) -> None:
+        """Call the model, and hand over the sum of its losses."""
+        args = [batch[key] for key in batch if isinstance(key, int)]
+        kwargs = {key: batch[key] for key in batch if isinstance(key, str)}
+        with self.forward_region():
+            losses = loss_terms(self._model(*args, **kwargs))
+        total = sum(term.mean() for terms in losses.values()
+                    for term in terms)
+        if isinstance(total, Tensor):
+            with self.backward_region():
+                on_loss(total)
+
+    def forward_region(self) -> ContextManager[Any]:
+        """Region that a forward runs in."""
+        return contextlib.nullcontext()
+
+    def backward_region(self) -> ContextManager[Any]:
+        """Region that a backward runs in."""
+        return contextlib.nullcontext()
+
+    def retry(self, batches: Iterable[Any], length: int, remedy: Remedy,
+              carry: Carry) -> RetryResult:
+        """Make nothing again."""
+        return RetryResult()
 
 
 @dataclasses.dataclass(frozen=True)
