@@ -8,17 +8,22 @@ import sys
 
 import pytest
 from families import batch_for, build
+from helpers.guards import guard_of, run
 from helpers.paths import ROOT
 from helpers.torch_features import needs_half
+from helpers.toy import toy_batch
 from helpers.training import wrap
 
+from mmdet_nanfix.guard.standalone import NoDiagnosis
+
 PACKAGE = os.path.join(ROOT, 'mmdet_nanfix', '')
-# What is below another may not call it, but for these.
-RANKS = ['incidents', 'torch_support', 'fp32', 'emulation', 'guard',
-         'diagnosis', 'hosts']
+# What is below another may not call it, but for these. (torch_support calls
+# what it is handed, as Python's own map() does.)
+RANKS = ['incidents', 'fp32', 'emulation', 'guard', 'diagnosis', 'hosts']
 PROTOCOLS = {'MMEngineTrainer', 'ProcessGroup', 'Diagnostician'}
-# Of some hundred; each is one subject (docs/where_things_live.md).
-MOST_FILES = 60
+# With a diagnosis, which makes up to 16 replays, and without; each is one
+# subject (docs/where_things_live.md).
+MOST_FILES, MOST_WITHOUT = 53, 17
 
 
 class Followed:
@@ -46,8 +51,8 @@ class Followed:
         self.files.add(path[len(PACKAGE):])
         caller = frame.f_back
         above, below = package_of(path), package_of(caller.f_code.co_filename)
-        if below in RANKS and RANKS.index(above) > RANKS.index(below) and (
-                'guard' in RANKS[:RANKS.index(above) + 1]):
+        if below in RANKS and above in RANKS and RANKS.index(
+                above) > max(RANKS.index(below), RANKS.index('guard') - 1):
             owner = frame.f_locals.get('self')
             name = type(owner).__name__ if owner is not None else ''
             # Modes are called by torch itself.
@@ -85,3 +90,12 @@ def test_a_failed_step_enters_few_files_and_calls_up_by_protocol(fault):
     entered = {path for path in seen.files
                if not path.startswith('emulation')}
     assert len(entered) <= MOST_FILES, sorted(entered)
+
+
+def test_a_failed_step_without_a_diagnosis_enters_very_few_files(toy):
+    guard = guard_of(toy, diagnose=NoDiagnosis)
+    assert run(guard, toy_batch()).incident is None
+    with Followed() as seen:
+        verdict = run(guard, toy_batch(box=math.nan))
+    assert verdict.incident.action == 'skipped' and seen.upward == set()
+    assert len(seen.files) <= MOST_WITHOUT, sorted(seen.files)
