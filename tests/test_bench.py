@@ -138,8 +138,7 @@ def test_what_a_healthy_step_of_a_detector_costs():
     assert stock.total > 3000
     assert ours.total <= 1.01 * stock.total
     # One copy of the buffers, and of what the last step left on modules.
-    held = side.wrapper._guard._transaction._backup._held.values()
-    copied = sum(copy.nbytes for _, copy in held)
+    copied = side.wrapper.guard.parts.transaction.backup.nbytes
     buffers = sum(buffer.nbytes for buffer in side.model.buffers())
     assert buffers <= copied <= buffers + 2**16
 

@@ -62,7 +62,7 @@ def watch(name: str, steps: int = 30, size: int = 320
         optimizer=dict(type='SGD', lr=1e-4)))
     for step in range(steps):
         model.train_step(_batch(model, step, size), wrapper)
-    incidents = wrapper._stop.total
+    incidents = wrapper.stop_rule.total
     guard = wrapper.arm(model)
     result = Investigator(guard.parts, ModelParts(model)).investigate(
         guard.diagnosis.good, RunContext(scale=guard.scale.scale)).result

@@ -64,7 +64,7 @@ def _gradients(run: Run, batch: Batch) -> None:
 
 
 def _scale(run: Run, batch: Batch) -> None:
-    run.wrapper._scale.scale = 2.**30
+    run.wrapper.scale_rules.scale = 2.**30
     run.wrapper.set_scale(2.**30)
 
 
@@ -131,7 +131,7 @@ def _incident(model: nn.Module, batch: Batch, spoil: Spoil
         seconds = run.step(bad, 9)
     finally:
         Replayer.run = original  # type: ignore[method-assign]
-    if not run.wrapper._stop.total + run.wrapper._stop.saved:
+    if not run.wrapper.stop_rule.total + run.wrapper.stop_rule.saved:
         raise RuntimeError('the fault was none')
     return healthy, seconds, len(made)
 
@@ -159,7 +159,7 @@ def main() -> None:
         for index in (0, 1) if step % 2 else (1, 0):
             totals[index] += (fine, spoilt)[index].step(
                 copy.deepcopy(batch) if index == 0 else bad, step)
-    print(f'{steps} steps, {spoilt.wrapper._stop.total} of them bad: '
+    print(f'{steps} steps, {spoilt.wrapper.stop_rule.total} of them bad: '
           f'{totals[1] / totals[0]:.3f} times a healthy run')
 
 

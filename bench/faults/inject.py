@@ -120,8 +120,8 @@ def _moments(fault: Fault, model: nn.Module, wrapper: Any,
 def _scale(fault: Fault, model: nn.Module, wrapper: Any,
            batch: Batch) -> None:
     """The loss scale; a window must begin with this step."""
-    scale = min(fault['value'], wrapper._scale.settings.max_scale)
-    wrapper._scale.scale = scale
+    scale = min(fault['value'], wrapper.scale_rules.settings.max_scale)
+    wrapper.scale_rules.scale = scale
     wrapper.loss_scaler.update(scale)
 
 

@@ -97,7 +97,7 @@ def test_a_loss_that_is_bad_on_another_rank_only(toy):
         losses = toy(**toy_batch())
     guard.attach(toy.parse_losses(losses)[0]).backward()
     # What an all-reduce with a rank of bad loss leaves here.
-    guard._anchor.parameter.grad[0] = math.nan
+    guard.parts.anchor.parameter.grad[0] = math.nan
     incident = guard.judge(found_inf=True).incident
     assert incident.where.phase == 'loss' and incident.where.head is None
     assert incident.loss_scale.after == 256

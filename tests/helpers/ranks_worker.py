@@ -84,7 +84,7 @@ def step(model, wrapper, batch):
 
 
 def said(wrapper):
-    return wrapper._stop.state_dict(), wrapper._scale.scale
+    return wrapper.stop_rule.state_dict(), wrapper.scale_rules.scale
 
 
 def one_rank(rank, accumulate, at, find_unused, who, fault, **settings):
@@ -172,10 +172,10 @@ def case_retry(rank, out):
                                    loss_scale=dict(init_scale=64.))
             wrapper.initialize_count_status(model, 0, 9 * accumulate)
             incidents = []
-            wrapper._reporter.report = incidents.append
+            wrapper.reporter.report = incidents.append
             for index in range(3 * accumulate):
                 if index == accumulate:
-                    wrapper._scale.scale = 2.**30
+                    wrapper.scale_rules.scale = 2.**30
                     wrapper.set_scale(2.**30)
                 before = copy.deepcopy(model.state_dict())
                 # One rank has losses a hundred times as large.
@@ -183,7 +183,7 @@ def case_retry(rank, out):
                     box=1. if who in (None, rank) else .01))
             seen[f'{accumulate} {who}'] = {
                 'actions': [incident.action for incident in incidents],
-                'scale': wrapper._scale.scale,
+                'scale': wrapper.scale_rules.scale,
                 'equal': everywhere(model), 'said': said(wrapper)[0],
                 'moved': any(not torch.equal(before[name], value)
                              for name, value in model.state_dict().items())}
@@ -199,8 +199,8 @@ def case_hot(rank, out):
             group['lr'] = 1e-12
         wrapper.initialize_count_status(model, 0, 9)
         incidents = []
-        wrapper._reporter.report = incidents.append
-        wrapper._guard.history._norms.append(1e9)
+        wrapper.reporter.report = incidents.append
+        wrapper.guard.history.accept(1e9)
         step(model, wrapper, toy_batch())
         make_hot(model.module.roi_head.bbox_head)
         before = copy.deepcopy(model.state_dict())
@@ -213,7 +213,7 @@ def case_hot(rank, out):
             'codes': [incident.cause.code if incident.cause else None
                       for incident in incidents],
             'ranks': [incident.ranks for incident in incidents],
-            'sticky': list(wrapper._promotions.names),
+            'sticky': list(wrapper.promotions.names),
             'equal': everywhere(model), 'said': said(wrapper),
             'moved': any(not torch.equal(before[name], value)
                          for name, value in model.state_dict().items())}
@@ -238,9 +238,9 @@ def case_tainted(rank, out):
                                loss_scale=dict(init_scale=64.))
         wrapper.initialize_count_status(model, 0, 9)
         incidents = []
-        wrapper._reporter.report = incidents.append
+        wrapper.reporter.report = incidents.append
         step(model, wrapper, toy_batch())
-        wrapper._scale.scale = scale
+        wrapper.scale_rules.scale = scale
         wrapper.set_scale(scale)
         before = copy.deepcopy(model.state_dict())
         batch = toy_batch()
@@ -250,7 +250,8 @@ def case_tainted(rank, out):
         seen[str(scale)] = {
             'actions': [incident.action for incident in incidents],
             'kept': all(torch.equal(before[name], after[name])
-                        for name in before), 'scale': wrapper._scale.scale}
+                        for name in before),
+                'scale': wrapper.scale_rules.scale}
     return seen
 
 
@@ -261,7 +262,7 @@ def case_stop(rank, out):
         for _ in range(3):
             step(model, wrapper, toy_batch(rpn=math.nan if rank else 1.))
     except mmdet_nanfix.NonFiniteError as error:
-        return {'stopped': wrapper._stop.steps,
+        return {'stopped': wrapper.stop_rule.steps,
                 'ranks': error.incident.ranks}
     return {}
 
@@ -285,7 +286,7 @@ def case_resume(rank, out):
     return {'same': all(torch.equal(left, right) for left, right in zip(
         model.state_dict().values(), again.state_dict().values())),
         'equal': everywhere(again), 'said': said(wrapper) == said(resumed),
-        'scale': resumed._scale.scale}
+        'scale': resumed.scale_rules.scale}
 
 
 def case_fsdp(rank, out):

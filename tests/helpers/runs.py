@@ -84,8 +84,9 @@ class NoStep:
                 return train_step(data, optim_wrapper)
             wrapper = runner.optim_wrapper
             if self.backoff:
-                wrapper._scale._back_off()
-                wrapper.set_scale(wrapper._scale.scale)
+                wrapper.scale_rules.update(
+                    losses_finite=True, grads_finite=False)
+                wrapper.set_scale(wrapper.scale_rules.scale)
             return {}
 
         model.train_step = step

@@ -78,13 +78,13 @@ def test_a_failed_step_enters_few_files_and_calls_up_by_protocol(fault):
     model.train_step(copy.deepcopy(batch), wrapper)
     if fault == 'a high scale':
         wrapper.set_scale(2.**30)
-        wrapper._scale.scale = 2.**30
+        wrapper.scale_rules.scale = 2.**30
     else:
         batch['inputs'][0] = batch['inputs'][0].float()
         batch['inputs'][0][0, 0, 0] = math.nan
     with Followed() as seen:
         model.train_step(batch, wrapper)
-    assert wrapper._stop.total + wrapper._stop.saved == 1
+    assert wrapper.stop_rule.total + wrapper.stop_rule.saved == 1
     assert seen.upward == set()
     # What computes half on a CPU is not there on a GPU.
     entered = {path for path in seen.files

@@ -26,7 +26,7 @@ HIGH = 2.**30
 
 
 def set_scale(wrapper, scale):
-    wrapper._scale.scale = scale
+    wrapper.scale_rules.scale = scale
     wrapper.set_scale(scale)
 
 
@@ -55,7 +55,7 @@ def training(name, scales, accumulate, steps=3):
             type='SGD', lr=1e-4, momentum=.9)))
     incidents = []
     wrapper.initialize_count_status(model, 0, steps * accumulate)
-    wrapper._reporter.report = incidents.append
+    wrapper.reporter.report = incidents.append
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(1)
@@ -120,7 +120,7 @@ def fit(corrupt=1e4, steps=100):
             assert same(before, weights(model))
         actions.append(wrapper.skipped)
     # A batch now and then says nothing of the scale.
-    assert wrapper._scale.scale == 256 or not any(actions)
+    assert wrapper.scale_rules.scale == 256 or not any(actions)
     wanted = torch.tensor([[2., -1.]])
     return actions, float((model.bbox_head.weight - wanted).abs().max())
 
@@ -148,7 +148,7 @@ def test_a_corrupt_batch_of_a_detector_is_skipped():
             type='SGD', lr=1e-5))
     wrapper.initialize_count_status(model, 0, 9)
     incidents = []
-    wrapper._reporter.report = incidents.append
+    wrapper.reporter.report = incidents.append
     batch = batch_for(model, 96)
     train(model, wrapper, batch, batch)
     bad = copy.deepcopy(batch)
@@ -159,13 +159,13 @@ def test_a_corrupt_batch_of_a_detector_is_skipped():
     assert incident.where.phase == 'backward'
     assert incident.action == 'skipped' and same(before, weights(model))
     # The gate: a lower scale would do, but for its gradient.
-    largest = wrapper._guard.history.largest
+    largest = wrapper.guard.history.largest
     norm = float(re.search(r'norm is (\S+), unscaled', ' '.join(
         incident.origin['tests'])).group(1))
     assert norm > 10 * largest
     assert incident.cause.code == 'NF105'
     assert incident.images[0]['img_path'] == 'number 1'
-    assert wrapper._scale.scale == 2048.
+    assert wrapper.scale_rules.scale == 2048.
     train(model, wrapper, batch)
     assert not wrapper.skipped and not same(before, weights(model))
 
@@ -181,8 +181,8 @@ def hot(nanfix=None, steps=1, **settings):
                    nanfix=nanfix, **settings)
     wrapper.initialize_count_status(model, 0, 99)
     incidents = []
-    wrapper._reporter.report = incidents.append
-    wrapper._guard.history._norms.append(1e9)
+    wrapper.reporter.report = incidents.append
+    wrapper.guard.history.accept(1e9)
     train(model, wrapper, toy_batch())
     make_hot(model.rpn_head)
     train(model, wrapper, *[toy_batch()] * steps)
@@ -197,7 +197,7 @@ def test_a_head_is_saved_in_fp32_and_stays_so_after_three(said):
         # The toy runs its layers in ``loss``.
         assert incident.cause.code == 'NF103'
         assert incident.remedy['fp32'] == ['rpn_head']
-    assert wrapper._stop.total == 0 and wrapper._stop.saved == 3
+    assert wrapper.stop_rule.total == 0 and wrapper.stop_rule.saved == 3
     assert any('rpn_head runs in fp32 from now on' in line for line in said())
     # A checkpoint knows.
     state = copy.deepcopy(wrapper.state_dict())
@@ -209,8 +209,8 @@ def test_a_head_is_saved_in_fp32_and_stays_so_after_three(said):
     resumed = wrap(again, optimizer=dict(type='SGD', lr=1e-12))
     resumed.load_state_dict(state)
     train(again, resumed, *[toy_batch()] * 2)
-    assert resumed._stop.total == 0 and resumed._stop.saved == 3
-    assert resumed._stop.steps == wrapper._stop.steps + 2
+    assert resumed.stop_rule.total == 0 and resumed.stop_rule.saved == 3
+    assert resumed.stop_rule.steps == wrapper.stop_rule.steps + 2
 
 
 def test_the_patch_is_the_setting_of_what_was_saved():
@@ -218,7 +218,7 @@ def test_the_patch_is_the_setting_of_what_was_saved():
     assert incident.cause.config_patch == (
         "optim_wrapper = dict(nanfix=dict(fp32_modules=['rpn_head']))")
     _, wrapper, incidents = hot(dict(fp32_modules=['rpn_head']), steps=3)
-    assert not incidents and wrapper._stop.saved == 0
+    assert not incidents and wrapper.stop_rule.saved == 0
 
 
 def test_the_step_that_is_saved_moves_and_tells_its_losses():
@@ -267,12 +267,12 @@ def test_a_rescue_that_fails_leaves_a_skipped_step(how, monkeypatch):
     train(model, wrapper, toy_batch())
     (incident, ) = incidents
     assert incident.action == 'skipped' and wrapper.skipped
-    assert incident.remedy is None and wrapper._stop.total == 1
+    assert incident.remedy is None and wrapper.stop_rule.total == 1
     after = model.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
     monkeypatch.undo()
     train(model, wrapper, toy_batch())
-    assert wrapper._stop.saved == 1
+    assert wrapper.stop_rule.saved == 1
 
 
 def test_nothing_is_saved_before_a_step_was_accepted():
@@ -282,7 +282,7 @@ def test_nothing_is_saved_before_a_step_was_accepted():
     make_hot(model.rpn_head)
     wrapper = wrap(model)
     train(model, wrapper, toy_batch())
-    assert wrapper.skipped and wrapper._stop.saved == 0
+    assert wrapper.skipped and wrapper.stop_rule.saved == 0
 
 
 def test_an_overflow_is_borne_as_often_as_hysteresis_says():
@@ -298,9 +298,9 @@ def test_an_overflow_is_borne_as_often_as_hysteresis_says():
     scales = []
     for _ in range(3):
         train(model, wrapper, toy_batch())
-        scales.append(wrapper._scale.scale)
+        scales.append(wrapper.scale_rules.scale)
     assert scales[0] == HIGH and scales[1] == scales[2] < HIGH
-    assert wrapper._stop.saved == 2 and wrapper._stop.total == 0
+    assert wrapper.stop_rule.saved == 2 and wrapper.stop_rule.total == 0
 
 
 class Checkpointed(ToyDetector):
@@ -331,8 +331,8 @@ def fitting_scale(reentrant):
     train(model, wrapper, toy_batch())
     set_scale(wrapper, HIGH)
     train(model, wrapper, toy_batch())
-    assert wrapper._stop.saved == 1
-    return wrapper._scale.scale
+    assert wrapper.stop_rule.saved == 1
+    return wrapper.scale_rules.scale
 
 
 def test_activations_that_are_computed_again_are_no_gradients():
@@ -348,7 +348,7 @@ def test_the_last_window_is_as_long_as_it_is():
         init_scale=64., max_scale=HIGH))
     wrapper.initialize_count_status(model, 0, 5)
     incidents = []
-    wrapper._reporter.report = incidents.append
+    wrapper.reporter.report = incidents.append
     train(model, wrapper, *[toy_batch()] * 4)
     scale = 1024.
     while not incidents:
@@ -363,7 +363,7 @@ def test_the_last_window_is_as_long_as_it_is():
             model.load_state_dict(again.state_dict())
             wrapper.optimizer.load_state_dict(kept)
     assert [incident.action for incident in incidents] == ['retried']
-    assert wrapper._scale.scale == scale / 2
+    assert wrapper.scale_rules.scale == scale / 2
 
 
 def test_draws_after_a_rescue_that_failed_are_those_after_a_skip(monkeypatch):
@@ -373,7 +373,7 @@ def test_draws_after_a_rescue_that_failed_are_those_after_a_skip(monkeypatch):
         model = ToyDetector()
         wrapper = wrap(model, accumulative_counts=2, loss_scale=64.)
         wrapper.initialize_count_status(model, 0, 99)
-        wrapper._guard.history._norms.append(1e9)
+        wrapper.guard.history.accept(1e9)
         train(model, wrapper, *[toy_batch()] * 2)
         make_hot(model.rpn_head)
         with monkeypatch.context() as patch:
@@ -389,7 +389,7 @@ def test_draws_after_a_rescue_that_failed_are_those_after_a_skip(monkeypatch):
                 torch.manual_seed(7)
                 torch.rand(3)
                 model.train_step(batch, wrapper)
-        assert wrapper._stop.total == 1
+        assert wrapper.stop_rule.total == 1
         return torch.rand(4)
 
     assert torch.equal(draws('skip'), draws('fail'))

@@ -28,6 +28,10 @@ class Transaction:
     Args:
         model: The bare model; nothing is left on it.
         others: Remember state elsewhere, when a forward begins.
+
+    Attributes:
+        backup: Copies of the tensors that a forward may write to.
+        open: Whether a window has begun and is not decided yet.
     """
 
     def __init__(self, model: nn.Module,
@@ -36,7 +40,7 @@ class Transaction:
         self.model = model
         self._others = others
         self._devices = cuda_devices(model)
-        self._backup = TensorBackup()
+        self.backup = TensorBackup()
         self._before: Snapshot | None = None
         self._elsewhere: list[Snapshot] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
@@ -56,7 +60,7 @@ class Transaction:
         self._before = Snapshot.of([self.model])
         self._elsewhere = [other() for other in self._others]
         if not self.open:
-            self._backup.copy(self._before.tensors)
+            self.backup.copy(self._before.tensors)
             self._arrays = self._before.arrays
             self.open = True
 
@@ -112,7 +116,7 @@ class Transaction:
             diff.revert()
         for array, values in self._arrays:
             array[...] = values
-        self._backup.restore()
+        self.backup.restore()
         self._rng.restore()
         self.commit()
 
@@ -143,6 +147,12 @@ class TensorBackup:
         with torch.no_grad():
             for copies, originals in fused.values():
                 foreach_copy_(copies, originals)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the copies take."""
+        return sum(copy.numel() * copy.element_size()
+                   for _, copy in self._held.values())
 
     def differs(self, tensor: Tensor) -> bool:
         """Whether a tensor is not what it was; reads from the device."""

@@ -144,7 +144,7 @@ class NanSafeAmpOptimWrapper(GuardedOptimWrapper, AmpOptimWrapper):
             scaler.unscale_(self.optimizer)
         state = scaler._per_optimizer_states[id(self.optimizer)]
         found = list(state['found_inf_per_device'].values())
-        flag = self._guard.flag if self._guard is not None else None
+        flag = self.guard.flag if self.guard is not None else None
         if flag is not None:
             # No parameter carries the state of the losses: one number more.
             flag = flag.isnan().float()
@@ -178,8 +178,8 @@ class NanSafeAmpOptimWrapper(GuardedOptimWrapper, AmpOptimWrapper):
 
     def set_scale(self, scale: float | None = None) -> None:
         """Scale by a loss scale from now on; None for that of the rules."""
-        scale = self._scale.scale if scale is None else scale
-        if self.loss_scaler._scale is None and self._guard is not None:
+        scale = self.scale_rules.scale if scale is None else scale
+        if self.loss_scaler._scale is None and self.guard is not None:
             # Nothing was scaled where every forward raised.
             self.loss_scaler.scale(torch.zeros(
                 (), device=device_of(self.optimizer)))
@@ -187,8 +187,8 @@ class NanSafeAmpOptimWrapper(GuardedOptimWrapper, AmpOptimWrapper):
         self._in_force = scale
 
     def _reload(self) -> None:
-        self._in_force = self._scale.scale
-        self.loss_scaler.load_state_dict(self._scale.state_dict())
+        self._in_force = self.scale_rules.scale
+        self.loss_scaler.load_state_dict(self.scale_rules.state_dict())
 
 
 class StockAmpOptimWrapper(AmpOptimWrapper):

@@ -50,7 +50,7 @@ class NanSafeOptimWrapper(GuardedOptimWrapper):
         found = bool(bad_tensors([
             parameter.grad for group in self.optimizer.param_groups
             for parameter in group['params']]))
-        flag = self._guard.flag if self._guard is not None else None
+        flag = self.guard.flag if self.guard is not None else None
         if flag is None:
             return found
         flag = torch.stack([flag, flag.new_tensor(

@@ -40,6 +40,15 @@ class GuardedOptimWrapper(OptimWrapper):
 
     A healthy step costs no read from the device beyond :meth:`found_inf`,
     or one more where the backward of a NaN would end the process.
+
+    Attributes:
+        scale_rules: Rules of the loss scale.
+        stop_rule: Counts skipped steps.
+        promotions: Modules that stay in fp32.
+        reporter: Tells of incidents.
+        precision: What is computed in fp32 right now.
+        guard: The guarded step, once a model is known; else None.
+        trainer: Runs steps again, likewise.
     """
 
     #: What the config says, as far as patches must know; a hook tells.
@@ -48,7 +57,7 @@ class GuardedOptimWrapper(OptimWrapper):
     settings = Settings()
     _given: Mapping[str, Any] = types.MappingProxyType({})
     _loaded: Mapping[str, Any] = types.MappingProxyType({})
-    _guard: GuardedStep | None = None
+    guard: GuardedStep | None = None
     _whole: nn.Module | None = None
     _look_first = False
     _alone = True
@@ -63,10 +72,10 @@ class GuardedOptimWrapper(OptimWrapper):
         split_settings(nanfix)
         self._given = {**self._given, **(nanfix or {})}
         settings = self.settings = split_settings(dict(self._given))
-        self._scale = self._scale_of(settings.scale)
-        self._stop = StopRule(**settings.stop)
-        self._promotions = Fp32Promotions(settings.fp32_modules)
-        self._reporter = IncidentReporter(self._stop)
+        self.scale_rules = self._scale_of(settings.scale)
+        self.stop_rule = StopRule(**settings.stop)
+        self.promotions = Fp32Promotions(settings.fp32_modules)
+        self.reporter = IncidentReporter(self.stop_rule)
         self.precision = PrecisionControl(nn.Module(), None, 'cpu')
         #: Whether the last optimizer step was skipped.
         self.skipped = False
@@ -81,7 +90,7 @@ class GuardedOptimWrapper(OptimWrapper):
                                 max_counts: int) -> None:
         """Arm the guard; the runner calls this right before training."""
         super().initialize_count_status(model, init_counts, max_counts)
-        self._guard = None
+        self.guard = None
         self.arm(model)
 
     def arm(self, model: nn.Module) -> GuardedStep:
@@ -90,8 +99,8 @@ class GuardedOptimWrapper(OptimWrapper):
         Args:
             model: What is trained, DDP included.
         """
-        if self._guard is not None:
-            return self._guard
+        if self.guard is not None:
+            return self.guard
         self._whole = model
         sharded = is_sharded(model)
         bare = model.module if is_model_wrapper(model) else model
@@ -100,33 +109,33 @@ class GuardedOptimWrapper(OptimWrapper):
         self._look_first = alone and segfaults(bare) and device == 'cpu'
         self._alone = alone
         self.precision = PrecisionControl(
-            bare, self._regions(), device, self._promotions.given)
+            bare, self._regions(), device, self.promotions.given)
         self._drop_unknown()
-        self._trainer = MMEngineTrainer(
+        self.trainer = MMEngineTrainer(
             self, model, bare, self.precision, ProcessGroup(alone),
             dataclasses.replace(self.config, fp32=self._regions()))
-        self._guard = GuardedStep(
-            bare, self.optimizer, self._scale, self._stop, self._trainer,
-            functools.partial(diagnostician,
-                              max_incidents=self.settings.max_incidents),
-            sharded=sharded, promotions=self._promotions)
-        self._guard.history.load_state_dict(self._loaded)
+        self.guard = GuardedStep(
+            bare, self.optimizer, self.scale_rules, self.stop_rule,
+            self.trainer, functools.partial(
+                diagnostician, max_incidents=self.settings.max_incidents),
+            sharded=sharded, promotions=self.promotions)
+        self.guard.history.load_state_dict(self._loaded)
         if not alone:
             install_sanitizers()
-        self._reporter.open()
-        self._reporter.announce(
-            self._precision(), self._regions(), self._scale,
-            sorted(self._guard.buffers.exempt), has_compiled_parts(bare))
-        return self._guard
+        self.reporter.open()
+        self.reporter.announce(
+            self._precision(), self._regions(), self.scale_rules,
+            sorted(self.guard.buffers.exempt), has_compiled_parts(bare))
+        return self.guard
 
     def _drop_unknown(self) -> None:
         """Drop what stays in fp32 by a checkpoint of another model."""
-        lost = self._promotions.drop_unknown(self.precision.known) if (
-            self._guard or self._whole) else []
+        lost = self.promotions.drop_unknown(self.precision.known) if (
+            self.guard or self._whole) else []
         if lost:
             warn(f'the checkpoint has {", ".join(lost)} in fp32, which this '
                  'model does not have: not any more')
-        self.precision.promoted = tuple(self._promotions.names)
+        self.precision.promoted = tuple(self.promotions.names)
 
     @contextlib.contextmanager
     def replay_context(self, report: Callable[[Tensor], None] = lambda flag: (
@@ -177,13 +186,13 @@ class GuardedOptimWrapper(OptimWrapper):
     @not_compiled
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the loss with its anchor term."""
-        if self._guard is None:
+        if self.guard is None:
             super().backward(loss, **kwargs)
             return
-        guarded = self._guard.attach(loss)
+        guarded = self.guard.attach(loss)
         if guarded is not None and self._look_first and (
-                self._guard.loss_is_bad()):
-            self._guard.give_up()
+                self.guard.loss_is_bad()):
+            self.guard.give_up()
             guarded = None
         if guarded is None:
             self._inner_count += 1
@@ -191,7 +200,7 @@ class GuardedOptimWrapper(OptimWrapper):
             with self.precision.active():
                 super().backward(guarded, **kwargs)
         if not self.should_update():
-            self._guard.settle()
+            self.guard.settle()
 
     @not_compiled
     def step(self, **kwargs: Any) -> None:
@@ -200,24 +209,24 @@ class GuardedOptimWrapper(OptimWrapper):
         Raises:
             NonFiniteError: Too many steps were skipped.
         """
-        guard = self._guard
+        guard = self.guard
         self.skipped = (guard is not None and guard.must_skip) or (
             self.found_inf())
         self.logged = None
         norm = None if self.skipped else self._clip_and_apply(**kwargs)
-        before = self._scale.scale
+        before = self.scale_rules.scale
         verdict = guard.judge(self.skipped, norm) if guard else (
             self._judge_unarmed(self.skipped))
         if verdict.rescued:
             self.skipped, self.logged = False, verdict.logged
             self._clip_and_apply(**kwargs)
         self.set_scale()
-        if guard is not None and self._scale.scale != before:
-            self._reporter.add_scalar('scale', self._scale.scale,
-                                      self._trainer.clock()[1])
+        if guard is not None and self.scale_rules.scale != before:
+            self.reporter.add_scalar('scale', self.scale_rules.scale,
+                                      self.trainer.clock()[1])
         if verdict.incident is not None:
-            self._reporter.report(verdict.incident)
-            self.precision.promoted = tuple(self._promotions.names)
+            self.reporter.report(verdict.incident)
+            self.precision.promoted = tuple(self.promotions.names)
         if verdict.note is not None:
             warn(verdict.note)
         if verdict.stop is not None or (
@@ -225,7 +234,7 @@ class GuardedOptimWrapper(OptimWrapper):
             self.close()
         if verdict.stop is not None:
             raise NonFiniteError(
-                self._reporter.stop_message(verdict.stop, self._save()),
+                self.reporter.stop_message(verdict.stop, self._save()),
                 verdict.incident)
 
     def found_inf(self) -> bool:
@@ -250,13 +259,13 @@ class GuardedOptimWrapper(OptimWrapper):
         return norm
 
     def _norm_if_due(self) -> Tensor | None:
-        guard = self._guard
+        guard = self.guard
         return self.gradient_norm() if (
             guard is not None and guard.history.is_due) else None
 
     def gradient_norm(self) -> Tensor | None:
         """L2 norm of the gradients, unscaled; no device sync."""
-        guard = self._guard
+        guard = self.guard
         if guard is None or guard.sharded:
             return None
         return guard.history.measure()
@@ -273,39 +282,39 @@ class GuardedOptimWrapper(OptimWrapper):
 
     def _judge_unarmed(self, found_inf: bool) -> Verdict:
         """Without a model there is no evidence; scale and skip still work."""
-        self._scale.update(losses_finite=True, grads_finite=not found_inf)
-        return Verdict(stop=self._stop.update(skipped=found_inf))
+        self.scale_rules.update(losses_finite=True, grads_finite=not found_inf)
+        return Verdict(stop=self.stop_rule.update(skipped=found_inf))
 
     def _save(self) -> str:
-        if self._guard is None or self._whole is None:
+        if self.guard is None or self._whole is None:
             return 'No weights were saved, since no model is known.'
         whole = self._whole
-        model = whole if is_sharded(whole) else self._guard.model
-        epoch, iteration = self._trainer.clock()
-        return self._reporter.save_weights(model, epoch, iteration,
+        model = whole if is_sharded(whole) else self.guard.model
+        epoch, iteration = self.trainer.clock()
+        return self.reporter.save_weights(model, epoch, iteration,
                                           self.state_dict())
 
     @property
     def window_open(self) -> bool:
         """Whether gradients of earlier iterations wait for their step."""
-        return self._guard is not None and self._guard.window_open
+        return self.guard is not None and self.guard.window_open
 
     @property
     def exempt(self) -> list[str]:
         """Buffers that hold infinities on purpose, by name."""
-        return sorted(self._guard.buffers.exempt) if self._guard else []
+        return sorted(self.guard.buffers.exempt) if self.guard else []
 
     def close(self) -> None:
         """Print the table at the end, once."""
-        self._reporter.close(self._scale.scale)
+        self.reporter.close(self.scale_rules.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and, as plain numbers, scale and counters."""
         state = OptimWrapper.state_dict(self)
         state['loss_scaler'] = {
-            **self._scale.state_dict(), **self._stop.state_dict(),
-            **self._promotions.state_dict(),
-            **(self._guard.history.state_dict() if self._guard else {
+            **self.scale_rules.state_dict(), **self.stop_rule.state_dict(),
+            **self.promotions.state_dict(),
+            **(self.guard.history.state_dict() if self.guard else {
                 key: value for key, value in self._loaded.items()
                 if key == 'nanfix_grad_norm'})}
         return state
@@ -313,13 +322,13 @@ class GuardedOptimWrapper(OptimWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of a guarded or of a stock wrapper."""
         stored = state_dict.pop('loss_scaler', {})
-        self._stop.load_state_dict(stored)
-        self._promotions.load_state_dict(stored)
+        self.stop_rule.load_state_dict(stored)
+        self.promotions.load_state_dict(stored)
         self._drop_unknown()
         self._loaded = stored
-        if self._guard is not None:
-            self._guard.history.load_state_dict(stored)
-        complaint = self._scale.load_state_dict(stored)
+        if self.guard is not None:
+            self.guard.history.load_state_dict(stored)
+        complaint = self.scale_rules.load_state_dict(stored)
         if complaint:
             warn(complaint)
         self._reload()

@@ -53,7 +53,7 @@ def test_a_thousand_bad_steps_and_a_good_one(toy, optimizer, clip):
     for index in range(1000):
         train(toy, wrapper, bad[index % 2])
     assert same(before, weights(toy))
-    assert wrapper._scale.scale == 1
+    assert wrapper.scale_rules.scale == 1
     train(toy, wrapper, toy_batch())
     after = weights(toy)
     assert not same(before, after)
@@ -102,7 +102,7 @@ def test_clipping_waits_for_the_check(toy):
     wrapper = wrap(toy, clip_grad=dict(max_norm=1.))
     train(toy, wrapper, toy_batch(box=1e37))
     assert 'train/grad_norm' not in wrapper.message_hub.log_scalars
-    assert wrapper._reporter.summary.rows == {
+    assert wrapper.reporter.summary.rows == {
         ('backward', 'roi_head.bbox_head'): [1, 1, 1]}
 
 
@@ -143,7 +143,7 @@ def test_what_stock_accepts_is_accepted(toy, kwargs):
 def test_stopping_saves_the_weights_first(toy, tmp_path, said):
     wrapper = wrap(toy, nanfix=dict(max_consecutive=3))
     wrapper.arm(toy)
-    wrapper._reporter.log = IncidentLog(
+    wrapper.reporter.log = IncidentLog(
         str(tmp_path / 'nanfix'), 0, print)
     train(toy, wrapper, toy_batch())
     before = weights(toy)
@@ -185,11 +185,11 @@ def test_checkpoints_load_both_ways(toy):
     with stock_on_cpu():
         train(toy, stock, toy_batch())
     again.load_state_dict(stock.state_dict())
-    assert again._scale.scale == 128
+    assert again.scale_rules.scale == 128
     plain = wrap(toy, 'OptimWrapper')
     again = wrap(toy)
     again.load_state_dict(plain.state_dict())
-    assert again._scale.scale == 256
+    assert again.scale_rules.scale == 256
     plain.load_state_dict(copy.deepcopy(state))
 
 
@@ -313,8 +313,6 @@ def test_a_branch_that_is_not_used_keeps_its_weights(toy):
                     losses = model(**toy_batch())
                     losses = {key: value for key, value in losses.items()
                               if keep in key}
-                    if kind.startswith('Nan'):
-                        wrapper._guard._losses = losses
                 wrapper.update_params(model.parse_losses(losses)[0])
         runs.append(weights(model))
     assert same(*runs)
@@ -326,14 +324,14 @@ def test_layers_unfrozen_later_are_in_the_table(toy):
     train(toy, wrapper, toy_batch())
     toy.roi_head.requires_grad_(True)
     train(toy, wrapper, toy_batch(box=1e37))
-    assert list(wrapper._reporter.summary.rows) == [
+    assert list(wrapper.reporter.summary.rows) == [
         ('backward', 'roi_head.bbox_head')]
 
 
 def test_an_input_that_spoils_all_heads_is_named_and_no_head(toy):
     wrapper = wrap(toy)
     train(toy, wrapper, toy_batch(x=math.nan))
-    assert list(wrapper._reporter.summary.rows) == [('input', '?')]
+    assert list(wrapper.reporter.summary.rows) == [('input', '?')]
 
 
 def test_a_visualizer_that_fails_never_stops_training(toy, said, monkeypatch):
@@ -350,7 +348,7 @@ def test_a_visualizer_that_fails_never_stops_training(toy, said, monkeypatch):
     wrapper = wrap(toy)
     train(toy, wrapper, *[toy_batch(rpn=math.nan)] * 3)
     assert sum('visualizer takes no scalars' in line for line in said()) == 1
-    assert wrapper._stop.total == 3
+    assert wrapper.stop_rule.total == 3
 
 
 @needs_fused
@@ -426,11 +424,11 @@ def test_any_sequence_of_micro_steps(data):
                 scale = max(scale / 2, 1.)
         kept, window = copy.deepcopy(state), []
         assert all(torch.isfinite(value).all() for value in state.values())
-        rule = wrapper._stop
+        rule = wrapper.stop_rule
         assert (rule.steps, rule.total, rule.consecutive) == (
             steps, skipped, consecutive)
-        assert wrapper._scale.scale == wrapper.loss_scaler.get_scale() == (
-            scale)
+        assert wrapper.scale_rules.scale == scale
+        assert wrapper.loss_scaler.get_scale() == scale
         assert all(parameter.grad is None or not parameter.grad.any()
                    for parameter in model.parameters())
     assert wrapper.inner_count == len(kinds)
@@ -444,10 +442,10 @@ def test_parts_in_fp32_that_a_model_does_not_have(toy, said):
                                  'nanfix_fp32/rpn_head': 1})
     wrapper.load_state_dict(copy.deepcopy(state))
     train(toy, wrapper, toy_batch())
-    assert wrapper._promotions.names == ['rpn_head']
+    assert wrapper.promotions.names == ['rpn_head']
     wrapper.load_state_dict(copy.deepcopy(state))
     train(toy, wrapper, toy_batch())
-    assert wrapper._promotions.names == ['rpn_head']
+    assert wrapper.promotions.names == ['rpn_head']
     assert sum('has old_head in fp32, which this model' in line
                for line in said()) == 2
 

@@ -175,8 +175,8 @@ def test_settings_of_the_hook_win(tmp_path):
     runner, _ = run(tmp_path, Batches(), batches=1, loss_scale=32.,
                     nanfix=dict(init_scale=64., max_consecutive=3),
                     hooks=[dict(type='NanGuardHook', init_scale=128.)])
-    assert runner.optim_wrapper._scale.scale == 128
-    assert runner.optim_wrapper._stop.max_consecutive == 3
+    assert runner.optim_wrapper.scale_rules.scale == 128
+    assert runner.optim_wrapper.stop_rule.max_consecutive == 3
     assert runner.optim_wrapper.loss_scaler.get_scale() == 128
 
 
@@ -198,8 +198,8 @@ def test_stock_amp_in_another_scope_is_adopted(tmp_path):
                       hooks=[dict(type='NanGuardHook')], scope='mmengine')
         runner.train()
     assert type(runner.optim_wrapper) is NanSafeAmpOptimWrapper
-    assert runner.optim_wrapper._scale.scale == 256
-    assert runner.optim_wrapper._stop.total == 1
+    assert runner.optim_wrapper.scale_rules.scale == 256
+    assert runner.optim_wrapper.stop_rule.total == 1
 
 
 def test_several_optimizers_are_refused_in_one_line(toy):
@@ -270,7 +270,7 @@ def test_resume(tmp_path):
     second._resume, second._load_from = True, str(
         tmp_path / 'b' / 'iter_4.pth')
     second.train()
-    assert second.optim_wrapper._scale.scale == 128
+    assert second.optim_wrapper.scale_rules.scale == 128
     counts = [runner.optim_wrapper.state_dict()['loss_scaler']
               for runner in (whole, second)]
     assert counts[0] == counts[1]
@@ -316,7 +316,7 @@ def test_torch_compile(tmp_path):
                   hooks=[book])
     runner.cfg.compile = dict(backend='eager')
     runner.train()
-    assert runner.optim_wrapper._stop.total == 1
+    assert runner.optim_wrapper.stop_rule.total == 1
     assert torch.isfinite(book.pages[-1]['model.rpn_head.out.bias']).all()
 
 
@@ -461,8 +461,8 @@ def test_a_hook_that_holds_the_wrapper(tmp_path, accumulate):
     runner, _ = run(tmp_path, Batches((4, dict(rpn=math.nan))), hooks=[hook],
                     accumulative_counts=accumulate)
     assert runner.optim_wrapper.inner_count == 8
-    assert runner.optim_wrapper._stop.total == 1
-    assert runner.optim_wrapper._stop.steps == 8 // accumulate
+    assert runner.optim_wrapper.stop_rule.total == 1
+    assert runner.optim_wrapper.stop_rule.steps == 8 // accumulate
     assert hook.updates == 8 - accumulate
 
 
@@ -492,7 +492,7 @@ def test_settings_of_the_wrapper_stay_where_the_hook_has_none(tmp_path,
     runner, _ = run(tmp_path, Batches(), batches=1, wrapper=wrapper,
                     nanfix=dict(max_consecutive=3),
                     hooks=[dict(type='NanGuardHook', init_scale=128.)])
-    assert runner.optim_wrapper._stop.max_consecutive == 3
+    assert runner.optim_wrapper.stop_rule.max_consecutive == 3
 
 
 class Heat(Hook):
@@ -502,7 +502,7 @@ class Heat(Hook):
         if runner.iter == 0:
             make_hot(runner.model.rpn_head)
             # Its gradients are long, but that is not the point here.
-            runner.optim_wrapper._guard.history._norms.append(1e9)
+            runner.optim_wrapper.guard.history.accept(1e9)
 
 
 def test_the_losses_of_a_step_that_was_made_again_are_printed(tmp_path):
@@ -511,8 +511,8 @@ def test_the_losses_of_a_step_that_was_made_again_are_printed(tmp_path):
         tmp_path, Batches(), batches=5, hooks=[
             Heat(), dict(type='mmdet.CheckInvalidLossHook', interval=1),
             EMA], optimizer=dict(type='SGD', lr=1e-12))
-    assert runner.optim_wrapper._stop.saved == 3
-    assert runner.optim_wrapper._stop.total == 0
+    assert runner.optim_wrapper.stop_rule.saved == 3
+    assert runner.optim_wrapper.stop_rule.total == 0
     history, _ = runner.message_hub.log_scalars['train/loss_first'].data
     assert len(history) == 5 and all(map(math.isfinite, history))
     (hook, ) = [hook for hook in runner.hooks if hasattr(hook, 'ema_model')]

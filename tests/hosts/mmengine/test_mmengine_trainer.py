@@ -37,7 +37,7 @@ def test_the_last_window_is_short(toy, count, share):
 
 
 def retry(wrapper, scale):
-    return wrapper._trainer.retry([toy_batch()], 1, Remedy('retried', scale),
+    return wrapper.trainer.retry([toy_batch()], 1, Remedy('retried', scale),
                                  lambda loss: loss)
 
 

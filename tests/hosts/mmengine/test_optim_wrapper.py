@@ -24,7 +24,7 @@ def test_accumulation_drops_the_window_of_a_bad_micro_step(toy):
     train(toy, wrapper, toy_batch())
     assert not same(middle, weights(toy))
     assert wrapper.inner_count == 7
-    assert (wrapper._stop.steps, wrapper._stop.total) == (3, 1)
+    assert (wrapper.stop_rule.steps, wrapper.stop_rule.total) == (3, 1)
 
 
 def test_without_a_model_steps_are_skipped_and_stop_all_the_same(toy):
@@ -66,7 +66,7 @@ def test_a_backward_that_would_end_the_process_is_not_run(toy):
     bad = {'inputs': torch.full((1, 2, 5, 5), math.nan)}
     before = weights(model)
     train(model, wrapper, bad, bad)
-    assert same(before, weights(model)) and wrapper._stop.total == 2
+    assert same(before, weights(model)) and wrapper.stop_rule.total == 2
     train(model, wrapper, good)
     assert not same(before, weights(model))
     assert wrapper._inner_count == 3
@@ -91,7 +91,7 @@ def test_modules_that_stock_takes():
     model = Rich()
     wrapper = wrap(model)
     train(model, wrapper, toy_batch(), toy_batch(rpn=math.nan), toy_batch())
-    assert wrapper._stop.state_dict()['nanfix_total'] == 1
+    assert wrapper.stop_rule.state_dict()['nanfix_total'] == 1
     assert model.late.num_batches_tracked == 2
 
 
