@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import functools
 import random
 
@@ -11,7 +10,7 @@ import torch
 from helpers.runs import Sampler, Unknown
 from torch import nn
 
-from mmdet_nanfix.guard.state import AveragedModels, Rng, Snapshot
+from mmdet_nanfix.guard.state import Rng, Snapshot
 from mmdet_nanfix.guard.state.transaction import TensorBackup, Transaction
 
 
@@ -128,34 +127,6 @@ def test_containers_of_every_kind():
     assert not model.queues[1202] and other.seen == []
     assert other.threshold == .5
     assert scripted.running_mean.tolist() == [0, 0]
-
-
-def test_averages():
-    """Tensors, and counts beside those that moved; records go on."""
-    model = nn.Linear(1, 1)
-    shadow, counter = Sampler(), Sampler()
-    shadow.average = {'w': torch.zeros(1)}
-    shadow.models = [nn.Linear(1, 1)]
-    shadow.source, shadow.steps, counter.steps = model, 3, 3
-    shadow.last = torch.zeros(1)
-    counter.record = [torch.zeros(1)]
-    averages = AveragedModels([shadow, counter], besides=[model])
-    averages.copy([model.bias])
-    before = copy.deepcopy(shadow.models[0].state_dict())
-    with torch.no_grad():
-        shadow.average['w'] += 1
-        shadow.models[0].weight.fill_(7.)
-        model.weight.fill_(7.)
-        model.bias.fill_(7.)
-    shadow.steps = counter.steps = 4
-    shadow.last = torch.ones(1)
-    counter.record.append(torch.ones(1))
-    averages.restore()
-    assert shadow.last.item() == 0 and len(counter.record) == 2
-    assert shadow.average['w'].item() == 0
-    assert torch.equal(shadow.models[0].weight, before['weight'])
-    assert (shadow.steps, counter.steps) == (3, 4)
-    assert model.weight.item() == 7 and model.bias.item() != 7
 
 
 def test_good_bad_good():

@@ -11,7 +11,7 @@ from helpers.torch_features import needs_fused
 from helpers.toy import ToyDetector, make_hot, toy_batch
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS
 from stock import stock_on_cpu
 from torch.utils.data import Dataset
@@ -39,12 +39,6 @@ class Batches(Dataset):
         return toy_batch(**self.bad.get(index, {}))
 
 
-
-
-
-
-
-
 EMA = dict(type='EMAHook', ema_type='ExponentialMovingAverage',
            momentum=.1, update_buffers=True)
 
@@ -56,8 +50,6 @@ def run(tmp_path, dataset, **kwargs):
                   hooks=[book, *kwargs.pop('hooks', [])], **kwargs)
     runner.train()
     return runner, book.pages
-
-
 
 
 @pytest.mark.parametrize('wrapper', [
@@ -200,20 +192,6 @@ def test_stock_amp_in_another_scope_is_adopted(tmp_path):
     assert type(runner.optim_wrapper) is NanSafeAmpOptimWrapper
     assert runner.optim_wrapper.scale_rules.scale == 256
     assert runner.optim_wrapper.stop_rule.total == 1
-
-
-def test_several_optimizers_are_refused_in_one_line(toy):
-    one = OptimWrapper(torch.optim.SGD(toy.parameters(), .1))
-
-    class Own(OptimWrapper):
-        pass
-
-    for wrapper, named in (
-            (OptimWrapperDict(a=one), 'several optimizers'),
-            (Own(torch.optim.SGD(toy.parameters(), .1)), 'Own')):
-        with pytest.raises(TypeError, match=named) as caught:
-            guard_existing_wrapper(wrapper, {})
-        assert '\n' not in str(caught.value)
 
 
 def test_the_hook_adds_itself_once(tmp_path):
