@@ -14,7 +14,6 @@ reaches the end of the step and all skip it together:
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
 from typing import Any, Callable, Iterator
@@ -29,8 +28,9 @@ from ...torch_support import Patches
 __all__ = ['install_sanitizers', 'sanitizing']
 
 Report = Callable[[Tensor], None]
-_REPORT: contextvars.ContextVar[Report | None] = contextvars.ContextVar(
-    'nanfix_report', default=None)
+# Of the process: a checkpointed forward is computed again in a thread of
+# autograd's own. The innermost region comes last.
+_REPORTS: list[Report] = []
 _MARK = 'of_mmdet_nanfix'
 _PATCHES = Patches('sanitizers')
 
@@ -41,13 +41,17 @@ def sanitizing(report: Report) -> Iterator[None]:
 
     Args:
         report: Called with a scalar that is NaN where something was mended;
-            no device sync.
+            no device sync. By whatever thread.
     """
-    token = _REPORT.set(report)
+    _REPORTS.append(report)
     try:
         yield
     finally:
-        _REPORT.reset(token)
+        _REPORTS.remove(report)
+
+
+def _report() -> Report | None:
+    return _REPORTS[-1] if _REPORTS else None
 
 
 def _matching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +59,7 @@ def _matching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def linear_sum_assignment(cost_matrix: Any,
                               maximize: bool = False) -> Any:
-        report = _REPORT.get()
+        report = _report()
         try:
             return original(cost_matrix, maximize)
         except ValueError:
@@ -73,7 +77,7 @@ def _entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def binary_cross_entropy(input: Tensor, target: Tensor,  # noqa: A002
                              *args: Any, **kwargs: Any) -> Any:
-        report = _REPORT.get()
+        report = _report()
         if report is not None:
             inside = ((input >= 0) & (input <= 1)).all()
             report(_nan_unless(inside))
@@ -87,7 +91,7 @@ def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
-        report = _REPORT.get()
+        report = _report()
         if report is not None and num_classes > 0:
             inside = ((tensor >= 0) & (tensor < num_classes)).all()
             report(_nan_unless(inside))
@@ -120,7 +124,9 @@ def install_sanitizers() -> None:
         from scipy.optimize import linear_sum_assignment as original
     except ImportError:
         return
-    for module in list(sys.modules.values()):
-        if module.__dict__.get('linear_sum_assignment') is original and (
-                not module.__name__.startswith('scipy')):
+    for name, module in list(sys.modules.items()):
+        # None blocks an import, and there may be any other object.
+        if getattr(module, '__dict__', {}).get(
+                'linear_sum_assignment') is original and (
+                    name.partition('.')[0] != 'scipy'):
             _wrap(module, 'linear_sum_assignment', _matching)

@@ -150,6 +150,17 @@ class GuardedOptimWrapper(OptimWrapper):
                 else sanitizing(report)):
             yield
 
+    @contextlib.contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Enter what a backward runs in: a checkpoint computes again there.
+
+        What was sanitized in its forward has been reported then.
+        """
+        with self.precision.active(), (
+                contextlib.nullcontext() if self._alone
+                else sanitizing(lambda flag: None)):
+            yield
+
     def _precision(self) -> str:
         return 'full-precision'
 
@@ -197,7 +208,7 @@ class GuardedOptimWrapper(OptimWrapper):
         if guarded is None:
             self._inner_count += 1
         else:
-            with self.precision.active():
+            with self.backward_context():
                 super().backward(guarded, **kwargs)
         if not self.should_update():
             self.guard.settle()

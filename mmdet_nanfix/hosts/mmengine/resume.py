@@ -10,6 +10,11 @@ from mmengine.logging import HistoryBuffer
 
 __all__ = ['allow_resume']
 
+# From torch 2.6 on. 2.4 and 2.5 have ``add_safe_globals`` too, but there a
+# pair of a function and a name breaks every later load of weights only.
+_READS_WEIGHTS_ONLY = tuple(
+    int(part) for part in torch.__version__.split('.')[:2]) >= (2, 6)
+
 
 def allow_resume() -> None:
     """Let ``torch.load`` read what MMEngine's checkpoints hold.
@@ -19,7 +24,7 @@ def allow_resume() -> None:
     histories. These are numbers in numpy arrays, and names of statistics;
     nothing that could run code is allowed.
     """
-    if not hasattr(torch.serialization, 'add_safe_globals'):
+    if not _READS_WEIGHTS_ONLY:
         return
     kinds = {type(np.dtype(name)) for name in (
         'float64', 'float32', 'int64', 'int32', 'bool')}

@@ -115,7 +115,7 @@ class ReplayOptimWrapper(OptimWrapper):
         """Hand over the loss, NaN where an input was sanitized."""
         for flag in self._flags:
             loss = loss + flag.to(loss.device)
-        with self._real.precision.active():
+        with self._real.backward_context():
             self._on_loss(loss, **kwargs)
 
     def step(self, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ class MMEngineTrainer(PlainTrainer):
 
     def backward_region(self) -> ContextManager[Any]:
         """Region that a backward runs in."""
-        return self._precision.active()
+        return self._wrapper.backward_context()
 
     def replay(self, forward: CapturedForward, batch: Any,
                on_loss: Callable[..., None],

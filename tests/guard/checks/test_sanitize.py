@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import types
 
 import pytest
@@ -18,7 +19,7 @@ def installed(monkeypatch):
     """Wrapped for the test alone."""
     users = [(module, 'linear_sum_assignment')
              for module in list(sys.modules.values())
-             if 'linear_sum_assignment' in module.__dict__]
+             if 'linear_sum_assignment' in getattr(module, '__dict__', {})]
     for place, name in ((F, 'binary_cross_entropy'), (F, 'one_hot'), *users):
         monkeypatch.setattr(place, name, getattr(place, name))
     sanitize.install_sanitizers()
@@ -76,3 +77,36 @@ def test_any_module_that_uses_the_matching_is_found(monkeypatch):
     with sanitize.sanitizing(lambda flag: None):
         own.linear_sum_assignment(COST * math.nan)
     assert linear_sum_assignment.__module__.startswith('scipy')
+
+
+class Strange:
+    """Somebody's object in the place of a module."""
+
+    __slots__ = ()
+
+
+def test_what_is_no_module_blocks_nothing(monkeypatch):
+    """None is the documented way to block an import."""
+    monkeypatch.setitem(sys.modules, 'cupy', None)
+    monkeypatch.setitem(sys.modules, 'lazy', Strange())
+    sanitize.install_sanitizers()
+
+
+def test_a_forward_that_another_thread_computes_again_is_sanitized():
+    """Autograd has threads of its own, on a GPU for every backward."""
+    told, raised = [], []
+
+    def again():
+        try:
+            F.one_hot(torch.tensor([7]), 3)
+        except Exception as error:
+            raised.append(error)
+
+    with sanitize.sanitizing(told.append), (
+            sanitize.sanitizing(told.append)):
+        thread = threading.Thread(target=again)
+        thread.start()
+        thread.join()
+    assert not raised and len(told) == 1 and told[0].isnan()
+    again()
+    assert len(raised) == 1
