@@ -99,8 +99,7 @@ class GuardedStep:
         self._trainer = trainer or PlainTrainer(model)
         self._ranks = self._trainer.ranks
         self._optimizer = optimizer
-        self._known: tuple[Any, set[int]] = ((), set())
-        self._anchor = Anchor(self._optimized, sharded)
+        self._anchor = Anchor(lambda: self.parts.optimized(), sharded)
         self._transaction = Transaction(
             model, [self._trainer.remember])
         self._window: list[MicroStep] = []
@@ -114,15 +113,6 @@ class GuardedStep:
             model, optimizer, self._trainer, scale, self._transaction,
             self.buffers, self._anchor, self.history, sharded)
         self.diagnosis = diagnose(self.parts)
-
-    def _optimized(self) -> set[int]:
-        """``id`` of each parameter that the optimizer has now."""
-        groups = [group['params'] for group in self._optimizer.param_groups]
-        lengths = tuple(map(len, groups))
-        if self._known[0] != lengths:
-            self._known = lengths, {id(parameter) for group in groups
-                                    for parameter in group}
-        return self._known[1]
 
     @property
     def flag(self) -> Tensor | None:

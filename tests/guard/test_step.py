@@ -331,3 +331,20 @@ def test_a_weight_that_is_a_mask_is_not_blamed(most):
     incident = go(guard, x=torch.zeros(1, 2)).incident
     assert incident.where.phase == ('loss' if most == 0 else 'forward')
     assert incident.where.op == (None if most == 0 else 'div')
+
+
+def test_a_parameter_that_is_replaced_one_for_one_is_known(toy):
+    """Else the anchor would be none, or what is not trained any more."""
+    guard = guard_of(toy)
+    run(guard, toy_batch())
+    (group, ) = guard.parts.optimizer.param_groups
+    old = toy.rpn_head.out.bias
+    for module in toy.modules():
+        for name, parameter in list(module._parameters.items()):
+            index = [item is parameter for item in group['params']].index(
+                True)
+            new = torch.nn.Parameter(parameter.detach().clone())
+            module._parameters[name] = group['params'][index] = new
+    run(guard, toy_batch())
+    assert guard.parts.anchor.parameter is not None
+    assert guard.parts.anchor.parameter is not old

@@ -10,7 +10,9 @@ import datetime
 import json
 import math
 import os
+import re
 import sys
+import time
 
 import torch
 import torch.distributed as torch_dist
@@ -21,6 +23,7 @@ from stock import stock_on_cpu
 
 import mmdet_nanfix
 from helpers.toy import ToyDetector, make_hot, toy_batch
+from mmdet_nanfix.hosts.mmengine import reporter
 from mmdet_nanfix.incidents import read_log
 from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
 
@@ -251,19 +254,33 @@ def case_tainted(rank, out):
             'actions': [incident.action for incident in incidents],
             'kept': all(torch.equal(before[name], after[name])
                         for name in before),
-                'scale': wrapper.scale_rules.scale}
+            'scale': wrapper.scale_rules.scale}
     return seen
 
 
 def case_stop(rank, out):
-    """All ranks stop together."""
+    """All ranks stop together, once the weights are there."""
+    save = reporter.save_checkpoint
+
+    def slowly(*args, **kwargs):
+        time.sleep(1)
+        save(*args, **kwargs)
+
+    reporter.save_checkpoint = slowly
     model, wrapper = build(nanfix=dict(max_consecutive=2))
+    wrapper.reporter.folder = os.path.join(out, 'stop')
     try:
         for _ in range(3):
             step(model, wrapper, toy_batch(rpn=math.nan if rank else 1.))
     except mmdet_nanfix.NonFiniteError as error:
+        path = re.search(r'are in (\S+\.pth)', str(error)).group(1)
         return {'stopped': wrapper.stop_rule.steps,
-                'ranks': error.incident.ranks}
+                'ranks': error.incident.ranks,
+                'saved': sorted(torch.load(path, weights_only=True)),
+                'beside': sorted(name for name in os.listdir(
+                    os.path.dirname(path)) if 'pth' in name)}
+    finally:
+        reporter.save_checkpoint = save
     return {}
 
 

@@ -110,7 +110,9 @@ def test_what_was_mended_on_the_way_is_not_stepped_on(together):
 
 def test_all_ranks_stop_together(together):
     first, second = together('stop')
-    assert first == second == dict(stopped=2, ranks=[1])
+    assert first == second == dict(
+        stopped=2, ranks=[1], saved=['meta', 'optimizer', 'state_dict'],
+        beside=['stopped_iter_2.pth'])
 
 
 def test_resume_right_after_an_incident(together):

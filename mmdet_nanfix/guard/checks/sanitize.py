@@ -36,18 +36,23 @@ _PATCHES = Patches('sanitizers')
 
 
 @contextlib.contextmanager
-def sanitizing(report: Report) -> Iterator[None]:
+def sanitizing(report: Report | None = None) -> Iterator[None]:
     """Region in which nothing below raises for what is not finite.
 
     Args:
         report: Called with a scalar that is NaN where something was mended;
-            no device sync. By whatever thread.
+            no device sync. By whatever thread. None: nobody is told.
     """
-    _REPORTS.append(report)
+    told = report or _nobody
+    _REPORTS.append(told)
     try:
         yield
     finally:
-        _REPORTS.remove(report)
+        _REPORTS.remove(told)
+
+
+def _nobody(flag: Tensor) -> None:
+    """Tell nobody."""
 
 
 def _report() -> Report | None:

@@ -14,13 +14,16 @@ from ...guard.rules import LossScale, LossScaleSettings
 from ...torch_support import HALVES, scaler_for
 from .optim_wrapper import GuardedOptimWrapper
 from .reporter import warn
-from .settings import checked_dtype, device_of, split_settings
+from .settings import (
+    GUARDED_DEVICES,
+    checked_dtype,
+    device_of,
+    not_guarded,
+    split_settings,
+)
 
 __all__ = ['NanSafeAmpOptimWrapper', 'StockAmpOptimWrapper',
            'UnguardedAmpOptimWrapper']
-
-#: Types of the devices whose training is guarded.
-GUARDED_DEVICES = ('cuda', 'cpu')
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -212,5 +215,4 @@ class UnguardedAmpOptimWrapper(StockAmpOptimWrapper):
                                 max_counts: int) -> None:
         """Say once, right before training, that nothing is guarded."""
         super().initialize_count_status(model, init_counts, max_counts)
-        warn(f'devices of type {device_of(self.optimizer)!r} are not '
-             'guarded: the optimizer wrapper behaves as the stock class')
+        warn(not_guarded(device_of(self.optimizer)))

@@ -8,7 +8,10 @@ import torch
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 
+from .amp_optim_wrapper import UnguardedAmpOptimWrapper
 from .optim_wrapper import GuardedOptimWrapper
+from .reporter import warn
+from .settings import GUARDED_DEVICES, device_of, not_guarded
 
 __all__ = ['guard_existing_wrapper']
 
@@ -23,6 +26,8 @@ def guard_existing_wrapper(wrapper: Any, settings: dict[str, Any]) -> None:
         wrapper: Of a runner.
         settings: As ``nanfix`` of the wrapper; they win over its own.
 
+    On a device that is not guarded it stays as it is, and one line says so.
+
     Raises:
         TypeError: A wrapper that cannot be guarded.
     """
@@ -30,6 +35,13 @@ def guard_existing_wrapper(wrapper: Any, settings: dict[str, Any]) -> None:
     if isinstance(wrapper, GuardedOptimWrapper):
         if settings:
             wrapper.guard_with(settings)
+        return
+    if kind is UnguardedAmpOptimWrapper:
+        # It says so itself.
+        return
+    device = device_of(getattr(wrapper, 'optimizer', None))
+    if device not in GUARDED_DEVICES:
+        warn(not_guarded(device))
         return
     if kind is AmpOptimWrapper or getattr(kind, 'is_stock', False):
         scaler = wrapper.loss_scaler

@@ -45,8 +45,10 @@ class NanfixRuntimeInfoHook(RuntimeInfoHook):
         if _guards(runner) and not any(
                 isinstance(hook, NanGuardHook) for hook in runner.hooks):
             hook = NanGuardHook()
+            # Another list: the runner is walking through this one.
+            runner._hooks = list(runner._hooks)
             runner.register_hook(hook)
-            # It stands before this one, so that its turn has passed.
+            # Its turn has passed, or is not in the runner's list.
             hook.before_run(runner)
 
     def after_train_iter(self, runner: Any, batch_idx: int,
@@ -121,6 +123,9 @@ class NanGuardHook(Hook):
         was_guarded = isinstance(wrapper, GuardedOptimWrapper)
         guard_existing_wrapper(wrapper, self._settings)
         self._adopted = wrapper
+        if not _guards(runner):
+            # On a device that is not guarded.
+            return
         given = runner.cfg.get('optim_wrapper')
         given = given if isinstance(given, dict) else {}
         clip = given.get('clip_grad', {})
@@ -129,6 +134,7 @@ class NanGuardHook(Hook):
             clips_anew=clip is None or clip.get('type', 'norm') != 'norm',
             by_hook=bool(self._settings) or not was_guarded,
             model=model if isinstance(model, dict) else None)
+        wrapper.reporter.folder = getattr(runner, 'log_dir', None)
         for index, hook in enumerate(runner._hooks):
             if type(hook) is RuntimeInfoHook:
                 runner._hooks[index] = NanfixRuntimeInfoHook()
@@ -137,14 +143,14 @@ class NanGuardHook(Hook):
         """Stand around the other hooks, whatever their priority."""
         if not _guards(runner):
             return
-        hooks = runner._hooks
-        others = [hook for hook in hooks if hook is not self
+        others = [hook for hook in runner._hooks if hook is not self
                   and not isinstance(hook, _RestoreHook)]
         savers = [index for index, hook in enumerate(others)
                   if isinstance(hook, CheckpointHook)]
         first = min(savers, default=len(others))
-        hooks[:] = [self, *others[:first], _RestoreHook(self),
-                    *others[first:], _RestoreHook(self, last=True)]
+        # Another list: the runner is walking through the one it has.
+        runner._hooks = [self, *others[:first], _RestoreHook(self),
+                         *others[first:], _RestoreHook(self, last=True)]
         self._averages = AveragedModels(
             [hook for hook in others
              if not isinstance(hook, (CheckpointHook, RuntimeInfoHook))],
@@ -236,8 +242,9 @@ class _RestoreHook(Hook):
         """Say what in it is not finite; one read from each device."""
         if not self.is_last:
             return
-        exempt = {f'{prefix}{name}' for name in getattr(
-            runner.optim_wrapper, 'exempt', ())
+        guard = getattr(runner.optim_wrapper, 'guard', None)
+        exempt = {f'{prefix}{name}' for name in (
+            guard.buffers.exempt if guard else ())
             for prefix in ('state_dict.', 'ema_state_dict.module.')}
         named = {name: tensor for name, tensor in _tensors(
             {key: checkpoint.get(key) for key in (

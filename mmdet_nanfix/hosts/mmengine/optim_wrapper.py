@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Optional
 
 from mmengine import dist
 from mmengine.model import is_model_wrapper
@@ -20,11 +20,7 @@ from ...diagnosis import diagnostician
 from ...fp32 import PrecisionControl
 from ...guard import GuardedStep, RunConfig, Verdict
 from ...guard.checks import install_sanitizers, sanitizing
-from ...guard.rules import (
-    Fp32Promotions,
-    LossScale,
-    StopRule,
-)
+from ...guard.rules import Fp32Promotions, LossScale, StopRule
 from ...incidents import NonFiniteError
 from ...torch_support import not_compiled
 from .model_kinds import has_compiled_parts, is_sharded, segfaults
@@ -34,6 +30,8 @@ from .trainer import MMEngineTrainer, NotCompiled, ProcessGroup, together
 
 __all__ = ['GuardedOptimWrapper']
 
+#: Takes a flag where an input was sanitized; None: nobody is told.
+Report = Optional[Callable[[Tensor], None]]
 
 class GuardedOptimWrapper(OptimWrapper):
     """What both wrappers have in common: a guard around each step.
@@ -42,19 +40,18 @@ class GuardedOptimWrapper(OptimWrapper):
     or one more where the backward of a NaN would end the process.
 
     Attributes:
-        scale_rules: Rules of the loss scale.
-        stop_rule: Counts skipped steps.
-        promotions: Modules that stay in fp32.
+        config: What the config says, as far as a hook has told.
+        settings: Of the wrapper, or of a hook.
+        skipped: Whether the last optimizer step was skipped.
+        logged: What a rescued step has returned for the log, or None.
+        scale_rules, stop_rule, promotions: Rules, and what they have counted.
         reporter: Tells of incidents.
         precision: What is computed in fp32 right now.
-        guard: The guarded step, once a model is known; else None.
-        trainer: Runs steps again, likewise.
+        guard, trainer: Of the model, once that is known; guard is None before.
     """
 
-    #: What the config says, as far as patches must know; a hook tells.
-    config = RunConfig()
-    #: Settings that the wrapper was built with, or a hook has given.
-    settings = Settings()
+    config: RunConfig
+    settings: Settings
     _given: Mapping[str, Any] = types.MappingProxyType({})
     _loaded: Mapping[str, Any] = types.MappingProxyType({})
     guard: GuardedStep | None = None
@@ -70,6 +67,7 @@ class GuardedOptimWrapper(OptimWrapper):
             ValueError: A value that is impossible.
         """
         split_settings(nanfix)
+        self.config = vars(self).get('config') or RunConfig()
         self._given = {**self._given, **(nanfix or {})}
         settings = self.settings = split_settings(dict(self._given))
         self.scale_rules = self._scale_of(settings.scale)
@@ -77,9 +75,7 @@ class GuardedOptimWrapper(OptimWrapper):
         self.promotions = Fp32Promotions(settings.fp32_modules)
         self.reporter = IncidentReporter(self.stop_rule)
         self.precision = PrecisionControl(nn.Module(), None, 'cpu')
-        #: Whether the last optimizer step was skipped.
         self.skipped = False
-        #: What a rescued step has returned for the log, or None.
         self.logged: Any = None
 
     def _scale_of(self, overrides: dict[str, Any]) -> LossScale:
@@ -138,27 +134,20 @@ class GuardedOptimWrapper(OptimWrapper):
         self.precision.promoted = tuple(self.promotions.names)
 
     @contextlib.contextmanager
-    def replay_context(self, report: Callable[[Tensor], None] = lambda flag: (
-            None)) -> Iterator[None]:
-        """Enter what a forward runs in, without the guard around it.
-
-        Args:
-            report: Called with a flag where an input was sanitized.
-        """
-        with self._autocast(), self.precision.active(), (
-                contextlib.nullcontext() if self._alone
-                else sanitizing(report)):
+    def replay_context(self, report: Report = None) -> Iterator[None]:
+        """Enter what a forward runs in, without the guard around it."""
+        with self._autocast(), self.backward_context(report):
             yield
 
     @contextlib.contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, report: Report = None) -> Iterator[None]:
         """Enter what a backward runs in: a checkpoint computes again there.
 
-        What was sanitized in its forward has been reported then.
+        What that sanitizes was reported in its forward.
         """
         with self.precision.active(), (
                 contextlib.nullcontext() if self._alone
-                else sanitizing(lambda flag: None)):
+                else sanitizing(report)):
             yield
 
     def _precision(self) -> str:
@@ -227,7 +216,7 @@ class GuardedOptimWrapper(OptimWrapper):
         norm = None if self.skipped else self._clip_and_apply(**kwargs)
         before = self.scale_rules.scale
         verdict = guard.judge(self.skipped, norm) if guard else (
-            self._judge_unarmed(self.skipped))
+            self._judge_unarmed())
         if verdict.rescued:
             self.skipped, self.logged = False, verdict.logged
             self._clip_and_apply(**kwargs)
@@ -254,25 +243,19 @@ class GuardedOptimWrapper(OptimWrapper):
 
     def _clip_and_apply(self, **kwargs: Any) -> Any:
         """Step; returns the norm of the unscaled gradients, or None."""
-        norm = None
-        if self.clip_grad_kwargs:
-            by_norm = getattr(self, 'grad_name', '') == 'grad_norm' and (
+        by_norm = self.clip_grad_kwargs and getattr(
+            self, 'grad_name', '') == 'grad_norm' and (
                 self.clip_grad_kwargs.get('norm_type', 2) == 2)
-            norm = None if by_norm else self._norm_if_due()
+        due = self.guard is not None and self.guard.history.is_due
+        norm: Any = self.gradient_norm() if due and not by_norm else None
+        if self.clip_grad_kwargs:
             self._clip_grad()
-            if by_norm:
-                # Clipping has measured and read it.
-                known = self.message_hub.log_scalars.get('train/grad_norm')
-                norm = known.current() if known is not None else None
-        else:
-            norm = self._norm_if_due()
+        if by_norm:
+            # Clipping has measured and read it.
+            known = self.message_hub.log_scalars.get('train/grad_norm')
+            norm = known.current() if known is not None else None
         self._apply(**kwargs)
         return norm
-
-    def _norm_if_due(self) -> Tensor | None:
-        guard = self.guard
-        return self.gradient_norm() if (
-            guard is not None and guard.history.is_due) else None
 
     def gradient_norm(self) -> Tensor | None:
         """L2 norm of the gradients, unscaled; no device sync."""
@@ -291,29 +274,23 @@ class GuardedOptimWrapper(OptimWrapper):
     def set_scale(self, scale: float | None = None) -> None:
         """Scale by a loss scale from now on; None for that of the rules."""
 
-    def _judge_unarmed(self, found_inf: bool) -> Verdict:
+    def _judge_unarmed(self) -> Verdict:
         """Without a model there is no evidence; scale and skip still work."""
-        self.scale_rules.update(losses_finite=True, grads_finite=not found_inf)
-        return Verdict(stop=self.stop_rule.update(skipped=found_inf))
+        self.scale_rules.update(losses_finite=True,
+                                grads_finite=not self.skipped)
+        return Verdict(stop=self.stop_rule.update(skipped=self.skipped))
 
     def _save(self) -> str:
         if self.guard is None or self._whole is None:
             return 'No weights were saved, since no model is known.'
-        whole = self._whole
-        model = whole if is_sharded(whole) else self.guard.model
-        epoch, iteration = self.trainer.clock()
-        return self.reporter.save_weights(model, epoch, iteration,
-                                          self.state_dict())
+        return self.reporter.save_weights(
+            self._whole if self.guard.sharded else self.guard.model,
+            *self.trainer.clock(), self.state_dict())
 
     @property
     def window_open(self) -> bool:
         """Whether gradients of earlier iterations wait for their step."""
         return self.guard is not None and self.guard.window_open
-
-    @property
-    def exempt(self) -> list[str]:
-        """Buffers that hold infinities on purpose, by name."""
-        return sorted(self.guard.buffers.exempt) if self.guard else []
 
     def close(self) -> None:
         """Print the table at the end, once."""

@@ -1,6 +1,7 @@
 """Report incidents: log file, console, scalars, the table at the end."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any, Sequence
@@ -43,11 +44,14 @@ class IncidentReporter:
         stop: The stop rule, for its counters.
 
     Attributes:
+        folder: The runner's own log folder; None for that of the current
+            logger, which two runs of one name share.
         log: The log file; None before :meth:`open`.
         summary: The incidents so far, counted.
     """
 
     def __init__(self, stop: StopRule) -> None:
+        self.folder: str | None = None
         self.log: IncidentLog | None = None
         self.summary = Summary()
         self._stop = stop
@@ -55,8 +59,8 @@ class IncidentReporter:
         self._closed = False
 
     def open(self) -> None:
-        """Begin the log file in the folder of the current logger."""
-        folder = _log_folder()
+        """Begin the log file."""
+        folder = self.folder or _log_folder()
         self.log = IncidentLog(os.path.join(folder, 'nanfix') if folder
                                else None, dist.get_rank(), warn)
 
@@ -160,16 +164,19 @@ class IncidentReporter:
         path = os.path.join(os.path.dirname(self.log.path),
                             f'stopped_iter_{iteration}.pth')
         state = model.state_dict()
+        failed: list[str | None] = [None]
         if dist.is_main_process():
-            try:
-                save_checkpoint({
-                    # As MMEngine counts: steps and epochs that are done.
-                    'meta': {'iter': iteration, 'epoch': (epoch or 1) - 1},
-                    'state_dict': weights_to_cpu(state),
-                    'optimizer': optimizer,
-                }, path)
-            except OSError as error:
-                return f'The weights could not be saved ({error}).'
+            failed = [_save_whole({
+                # As MMEngine counts: steps and epochs that are done.
+                'meta': {'iter': iteration, 'epoch': (epoch or 1) - 1},
+                'state_dict': weights_to_cpu(state),
+                'optimizer': optimizer,
+            }, path)]
+        # A process that ends before it is written takes the others with it.
+        dist.broadcast_object_list(failed)
+        dist.barrier()
+        if failed[0] is not None:
+            return f'The weights could not be saved ({failed[0]}).'
         named = {**dict(model.named_parameters()),
                  **dict(model.named_buffers())}
         bad = [list(named)[i] for i in bad_tensors(list(named.values()))]
@@ -177,3 +184,17 @@ class IncidentReporter:
             if bad else ''
         return ('The weights, untouched by them, are in '
                 f'{path}{note}, for load_from.')
+
+
+def _save_whole(checkpoint: dict[str, Any], path: str) -> str | None:
+    """Save a checkpoint whole or not at all; why not, in words, or None."""
+    half_written = f'{path}.tmp'
+    try:
+        save_checkpoint(checkpoint, half_written)
+        os.replace(half_written, path)
+    except (OSError, RuntimeError) as error:
+        # torch raises the other where a disk is full.
+        with contextlib.suppress(OSError):
+            os.remove(half_written)
+        return ' '.join(str(error).split())
+    return None

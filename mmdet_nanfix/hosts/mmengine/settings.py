@@ -11,9 +11,12 @@ from ...fp32 import MODES
 from ...guard.rules import LossScaleSettings
 
 __all__ = [
-    'Settings', 'checked_dtype', 'device_of', 'is_off',
-    'split_settings'
+    'GUARDED_DEVICES', 'Settings', 'checked_dtype', 'device_of', 'is_off',
+    'not_guarded', 'split_settings'
 ]
+
+#: Types of the devices whose training is guarded.
+GUARDED_DEVICES = ('cuda', 'cpu')
 
 _OTHERS = ('max_consecutive', 'max_incidents', 'fp32', 'fp32_modules')
 _DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
@@ -124,3 +127,9 @@ def device_of(optimizer: Any) -> str:
     groups = getattr(optimizer, 'param_groups', [])
     return next((parameter.device.type for group in groups
                  for parameter in group['params']), 'cpu')
+
+
+def not_guarded(device: str) -> str:
+    """Say that devices of a type are not guarded."""
+    return (f'devices of type {device!r} are not guarded: the optimizer '
+            'wrapper behaves as the stock class')

@@ -7,6 +7,9 @@ from helpers.training import train, wrap
 from mmengine.optim import OptimWrapper, OptimWrapperDict, StepParamScheduler
 from stock import stock_on_cpu
 
+from mmdet_nanfix.hosts.mmengine.amp_optim_wrapper import (
+    UnguardedAmpOptimWrapper,
+)
 from mmdet_nanfix.hosts.mmengine.convert import guard_existing_wrapper
 
 
@@ -57,3 +60,18 @@ def test_a_scheduler_that_has_bound_the_step_counts_on(toy):
     train(toy, wrapper, toy_batch(), toy_batch(box=float('nan')))
     assert wrapper._global_step == before + 2 and wrapper.skipped
     scheduler.step()
+
+
+@pytest.mark.parametrize('kind', ['OptimWrapper', 'NanSafeAmpOptimWrapper'])
+def test_what_is_not_guarded_stays_as_it_is(said, kind):
+    """NPU, MPS, XPU; torch's own device without memory stands for them."""
+    model = torch.nn.Linear(1, 1, device='meta')
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), .1)) if (
+        kind == 'OptimWrapper') else UnguardedAmpOptimWrapper.__new__(
+            UnguardedAmpOptimWrapper)
+    before = dict(vars(wrapper))
+    guard_existing_wrapper(wrapper, dict(max_consecutive=3))
+    assert type(wrapper).__name__ in ('OptimWrapper',
+                                      'UnguardedAmpOptimWrapper')
+    assert vars(wrapper) == before
+    assert len(said()) == (kind == 'OptimWrapper')

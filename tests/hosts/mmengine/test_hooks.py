@@ -9,8 +9,8 @@ from helpers.logs import said_in
 from helpers.runs import Book, NoStep, differing, make
 from helpers.torch_features import needs_fused
 from helpers.toy import ToyDetector, make_hot, toy_batch
-from mmengine.hooks import Hook
-from mmengine.logging import MessageHub
+from mmengine.hooks import Hook, RuntimeInfoHook
+from mmengine.logging import MessageHub, MMLogger
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS
 from stock import stock_on_cpu
@@ -512,3 +512,52 @@ def test_a_patch_knows_what_the_config_says(tmp_path, clip, anew, by_hook):
     told = runner.optim_wrapper.config
     assert (told.clips_anew, told.by_hook) == (anew, by_hook)
     assert told.model == dict(type='X')
+
+
+@pytest.mark.parametrize('given', [[], [dict(type='NanGuardHook')]])
+def test_every_hook_begins_once(tmp_path, given):
+    """The guard's own hooks join while the runner walks through its list."""
+    begun = []
+
+    class Begins(Hook):
+
+        def __init__(self, priority):
+            self.priority = priority
+
+        def before_run(self, runner):
+            begun.append((self.priority, 'run'))
+
+        def before_train(self, runner):
+            begun.append((self.priority, 'train'))
+
+    class Info(RuntimeInfoHook):
+        """Not the guard's, so that it stays."""
+
+        def before_run(self, runner):
+            begun.append(('info', 'run'))
+
+        def before_train(self, runner):
+            begun.append(('info', 'train'))
+
+    names = ['HIGHEST', 'VERY_HIGH', 'HIGH', 'NORMAL', 'LOWEST']
+    run(tmp_path, Batches(), batches=1, hooks=[
+        *given, Info(), *map(Begins, names)])
+    assert sorted(begun) == sorted(
+        (name, when) for name in ('info', *names) for when in ('run', 'train'))
+
+
+def test_two_runs_of_one_name_write_to_folders_of_their_own(tmp_path):
+    """MMEngine's logger is kept by the name of the experiment."""
+    paths = []
+    for name in 'ab':
+        (tmp_path / name).mkdir()
+        runner = make(ToyDetector(), tmp_path / name, Batches(
+            (1, dict(rpn=math.nan))), batches=2)
+        runner._experiment_name = 'the same'
+        runner.logger = MMLogger.get_instance('the same', log_file=str(
+            tmp_path / 'a' / 'the_same.log'))
+        runner.train()
+        paths.append(runner.optim_wrapper.reporter.path)
+    assert paths[0].startswith(str(tmp_path / 'a'))
+    assert paths[1].startswith(str(tmp_path / 'b'))
+    assert [len(list(read_log(path))) for path in paths] == [1, 1]

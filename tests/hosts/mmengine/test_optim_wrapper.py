@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +10,9 @@ from helpers.toy import ToyDetector, toy_batch
 from helpers.training import same, train, weights, wrap
 
 import mmdet_nanfix
+from mmdet_nanfix.guard import RunConfig
 from mmdet_nanfix.hosts.mmengine import reporter
+from mmdet_nanfix.hosts.mmengine.settings import Settings
 
 
 def test_accumulation_drops_the_window_of_a_bad_micro_step(toy):
@@ -104,3 +108,18 @@ def test_what_a_version_of_torch_lacks_is_said_once(toy, said, monkeypatch,
     train(toy, wrapper, toy_batch(), toy_batch())
     assert sum('cannot run compiled parts' in line
                for line in said()) == lacking
+
+
+def test_wrappers_share_no_settings(toy):
+    """Not even through their class."""
+    one, two = (wrap(copy.deepcopy(toy)) for _ in range(2))
+    one.config.by_hook = True
+    one.settings.scale['init_scale'] = 1.
+    assert two.config == RunConfig() and two.settings == Settings()
+    shared = {name for kind in type(one).__mro__
+              if kind.__module__.startswith('mmdet_nanfix')
+              for name, value in vars(kind).items()
+              if dataclasses.is_dataclass(value)
+              or isinstance(value, (dict, list, set))} - {
+                  '__annotations__', '__dict__'}
+    assert shared == set()
