@@ -6,7 +6,7 @@
 ``conclude``         findings turned into where, cause and remedy
 ``first_look``       what shows without a replay
 ``parts``            which part of a model owns a loss or a parameter
-``context``          what the run was like; the boundary for errors
+``context``          what the run was like
 ``counterfactuals``  what would have helped, tried by replays
 ``findings``         what replays have shown, in one place
 ``exceptions``       why a forward raised

@@ -1,18 +1,16 @@
 """Say what a run was like when a step failed."""
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from typing import Any, Callable
+from typing import Callable
 
 from torch import nn
 
 from ..guard import StepParts
 from .cause.config_patch import Place
-from .replay.request import in_words
 
-__all__ = ['ErrorBoundary', 'RunContext']
+__all__ = ['RunContext']
 
 
 @dataclasses.dataclass
@@ -113,21 +111,3 @@ class RunContext:
             if filled * scale / self.lowest < 1:
                 break
         return max(scale, self.lowest)
-
-
-class ErrorBoundary(contextlib.AbstractContextManager):
-    """Region in which an error costs the explanation, and no more.
-
-    Attributes:
-        error: What was raised within, in words, or None.
-    """
-
-    error: str | None = None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        # A batch that cannot be copied, an optimizer of an unknown kind:
-        # that must not end the training, nor leave other processes waiting.
-        if not isinstance(error, Exception):
-            return False
-        self.error = in_words(error)
-        return True

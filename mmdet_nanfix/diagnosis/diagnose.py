@@ -18,10 +18,11 @@ from ..guard import (
     StepParts,
 )
 from ..guard.checks import bad_tensors
+from ..guard.rules import ErrorBoundary
 from ..guard.state import Rng, cuda_devices, has_room
 from ..incidents import Cause
 from .cause.config_patch import config_place
-from .context import ErrorBoundary, RunContext
+from .context import RunContext
 from .exceptions import explain
 from .findings import Findings, ReplayStatus
 from .first_look import find_where, worst_of

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..guard import CaughtException
 from ..guard.state import BatchSnapshot, Rng
+from ..torch_support import walk
 from .replay.annotations import BadAnnotation, bad_annotations, repaired
 from .replay.call_site import CallSites, is_library
 from .replay.op_record import CallSite, is_floating
@@ -64,13 +65,15 @@ def explain(error: Exception, model: nn.Module, forward: Forward,
     Returns:
         None where the exception has another cause, or cannot be had again.
     """
+    caught = _describe(error, model)
+    _let_go(error)
     # The forward may have changed its arguments; a replay must not.
     again = copy.deepcopy((args, dict(kwargs)))
     samples: Any = kwargs.get('data_samples')
     bad = list(bad_annotations(samples, num_classes_of(model)))
 
-    def raises(mended: bool = False, samples: Any = None,
-               kind: type = Exception) -> bool:
+    def replay(mended: bool = False, samples: Any = None
+               ) -> Exception | None:
         called, named = copy.deepcopy(again)
         if samples is not None:
             named['data_samples'] = samples
@@ -84,20 +87,40 @@ def explain(error: Exception, model: nn.Module, forward: Forward,
                         tensor.nan_to_num_()
                 forward(*called, **named)
         except Exception as other:
-            return isinstance(other, kind)
-        return False
+            return other
+        return None
 
-    if not raises(kind=type(error)):
+    if not isinstance(replay(), type(error)):
         return None
     fine = repaired(samples, bad) if bad else None
-    if fine is not None and not raises(samples=fine):
-        return _describe(error, model, bad)
-    if not raises(True):
-        return _describe(error, model, [])
+    if fine is not None and replay(samples=fine) is None:
+        caught.details.bad = bad
+    elif replay(True) is None:
+        pass
     # A bad annotation and a number that is not finite in one batch.
-    if fine is not None and not raises(True, fine):
-        return _describe(error, model, bad)
-    return None
+    elif fine is not None and replay(True, fine) is None:
+        caught.details.bad = bad
+    else:
+        # The user's own exception: with frames that a debugger can look into.
+        restored = replay()
+        if restored is not None and restored.__traceback__ is not None:
+            error.__traceback__ = restored.__traceback__.tb_next
+        return None
+    return caught
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear frames, which hold the activations of the forward that failed."""
+    for one in walk([error], lambda other: [
+            chained for chained in (other.__cause__, other.__context__)
+            if chained is not None]):
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            # Not those that still run.
+            with contextlib.suppress(RuntimeError):
+                frame.clear()
+                # Up to Python 3.12 a copy of what was asked for is kept, until
+                # it is asked for again.
+                len(frame.f_locals)
 
 
 def num_classes_of(model: nn.Module) -> int | None:
@@ -107,13 +130,10 @@ def num_classes_of(model: nn.Module) -> int | None:
                default=None)
 
 
-def _describe(error: Exception, model: nn.Module,
-              bad: list[BadAnnotation]) -> CaughtException:
+def _describe(error: Exception, model: nn.Module) -> CaughtException:
     called = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         called = (called or frame.f_code.co_name) if is_library(frame) else (
             None)
-    text = ' '.join(str(error).split())
-    kind = type(error).__name__
-    return CaughtException(kind, f'{kind}: {text}'[:500], ExceptionDetails(
-        called, CallSites(model).of_error(error), bad))
+    return CaughtException.of(error, ExceptionDetails(
+        called, CallSites(model).of_error(error)))

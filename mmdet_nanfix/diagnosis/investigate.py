@@ -5,8 +5,9 @@ import copy
 
 from ..guard import CapturedForward, StepParts
 from ..guard.checks import can_be_checked, is_finite
+from ..guard.rules import ErrorBoundary
 from ..guard.state import BatchSnapshot
-from .context import ErrorBoundary, RunContext
+from .context import RunContext
 from .counterfactuals import Counterfactuals
 from .exceptions import num_classes_of
 from .findings import Asking, Failure, Findings, ReplayResult

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 from torch import Tensor, nn
 
 from ..incidents import Cause, HeadState, Where
+from .rules.boundary import in_words
 from .state.batch import BatchSnapshot, Rng
 from .state.snapshot import Snapshot
 
@@ -77,6 +78,11 @@ class CaughtException:
     text: str = ''
     details: Any = None
 
+    @classmethod
+    def of(cls, error: BaseException, details: Any = None) -> CaughtException:
+        """Take down an exception."""
+        return cls(type(error).__name__, in_words(error, 500), details)
+
 
 @dataclasses.dataclass
 class MicroStep:
@@ -129,10 +135,12 @@ class RetryResult:
         logged: What the model's training step returned for the log.
         norm: L2 norm of the gradients, which are there and unscaled; None
             where they are not finite.
+        error: What it raised, in words, or None.
     """
 
     logged: Any = None
     norm: float | None = None
+    error: str | None = None
 
 
 @dataclasses.dataclass

@@ -20,6 +20,7 @@ from .protocols import (
     RetryResult,
     Trainer,
 )
+from .rules.boundary import ErrorBoundary, in_words
 from .rules.loss_scale import LossScale
 from .state.batch import cuda_devices, has_room
 from .state.transaction import Transaction
@@ -45,6 +46,9 @@ class Retry:
         trainer: Runs forwards and backwards.
         scale: The loss scale.
         history: Of the accepted steps.
+
+    Attributes:
+        why_not: Why the last attempt was of no use, in words, or None.
     """
 
     def __init__(self, model: nn.Module, transaction: Transaction,
@@ -57,12 +61,15 @@ class Retry:
         self._ranks = trainer.ranks
         self._scale = scale
         self._history = history
+        self.why_not: str | None = None
 
     def is_possible(self, window: Sequence[MicroStep]) -> bool:
         """Tell if a window can be made again, in all processes."""
-        possible = self._trainer.can_retry and all(
-            micro.forward is not None and micro.forward.whole_step
-            and micro.forward.batch.is_restorable for micro in window)
+        possible = False
+        with ErrorBoundary():
+            possible = self._trainer.can_retry and all(
+                micro.forward is not None and micro.forward.whole_step
+                and micro.forward.batch.is_restorable for micro in window)
         return not self._ranks.which(not possible)
 
     def attempt(self, window: Sequence[MicroStep], found: Explanation,
@@ -79,11 +86,13 @@ class Retry:
             gradients to step on are there, unscaled, and what the forwards
             changed waits to be accepted.
         """
+        self.why_not = None
         remedy = self._agreed(found)
         if remedy is None:
             return None
         room = has_room(cuda_devices(self._model), 2. if remedy.fp32 else 1.)
         if self._ranks.which(not room):
+            self.why_not = 'retry: not made, there is not enough memory'
             return None
         rng = self._transaction.rng_now()
         for tried in self._attempts(remedy, len(window)):
@@ -93,12 +102,24 @@ class Retry:
             fine = norm is not None and self._history.sane(norm) is True
             if not self._ranks.which(not fine):
                 return Rescue(tried, result.logged, norm or 0.)
+            self.why_not = self._words(tried, result, fine)
             self._transaction.rollback()
             # As after a skipped step, wherever it has failed.
             rng.restore()
             for parameter in self._model.parameters():
                 parameter.grad = None
         return None
+
+    def _words(self, remedy: Remedy, result: RetryResult, fine: bool) -> str:
+        """Why a step that was made again was of no use."""
+        words = 'it raised ' + result.error if result.error else (
+            'gradients were not finite' if result.norm is None else
+            f'its gradient norm was {result.norm:.3g}, absurd'
+            if not fine else 'it failed on another rank')
+        scale = remedy.scale or self._scale.scale
+        return f'retry: made again at loss scale {scale:g}' + (
+            f' with {", ".join(remedy.fp32)} in fp32' if remedy.fp32 else ''
+        ) + f', {words}'
 
     def _agreed(self, found: Explanation) -> Remedy | None:
         """The remedy of all ranks, or None.
@@ -143,9 +164,9 @@ class Retry:
         try:
             return self._trainer.retry(self._prepared(window), len(window),
                                        remedy, carry)
-        except Exception:
+        except Exception as error:
             # No step is worth a training, least of all the memory.
-            return RetryResult()
+            return RetryResult(error=in_words(error))
 
     def _prepared(self, window: Sequence[MicroStep]) -> Iterator[Any]:
         """Batches of a window, each forward prepared when it is taken."""

@@ -26,6 +26,7 @@ from .protocols import (
     Trainer,
 )
 from .retry import Rescue, Retry
+from .rules.boundary import ErrorBoundary
 from .rules.loss_scale import LossScale
 from .rules.promotions import Fp32Promotions
 from .rules.stop_rule import StopRule
@@ -232,8 +233,10 @@ class GuardedStep:
             return Verdict()
         before = self.scale.scale
         evidence = self.diagnosis.look(window)
-        note = self.buffers.suspect(evidence.bad_buffers) if (
-            evidence.where.phase == 'buffers') else None
+        note = incident = None
+        with ErrorBoundary():
+            note = self.buffers.suspect(evidence.bad_buffers) if (
+                evidence.where.phase == 'buffers') else None
         self._transaction.rollback()
         can_retry = not self.sharded and self._retry.is_possible(window)
         found = self.diagnosis.explain(evidence, can_retry)
@@ -242,12 +245,17 @@ class GuardedStep:
         if rescue is not None:
             self._accept(window, rescue.norm)
             note = self._promote(rescue) or note
+        elif self._retry.why_not and found.cause and can_retry:
+            found.cause.evidence.append(self._retry.why_not)
         self._rescale(evidence, found, rescue)
         stop = self.stop.update(skipped=rescue is None,
                                 saved=rescue is not None)
-        return Verdict(
-            self._incident(evidence, found, rescue, before, stop), stop, note,
-            rescue is not None, rescue.logged if rescue else None)
+        with ErrorBoundary() as boundary:
+            incident = self._incident(evidence, found, rescue, before, stop)
+        if boundary.error is not None:
+            note = f'no record of an incident was made ({boundary.error})'
+        return Verdict(incident, stop, note, rescue is not None,
+                       rescue.logged if rescue else None)
 
     def _accept(self, window: list[MicroStep], norm: Any,
                 last: MicroStep | None = None) -> None:

@@ -5,7 +5,7 @@ import torch
 from helpers.guards import FakeRanks, parts_of
 from torch import nn
 
-from mmdet_nanfix.diagnosis.context import ErrorBoundary, RunContext
+from mmdet_nanfix.diagnosis.context import RunContext
 from mmdet_nanfix.guard import PlainTrainer, RunConfig
 
 
@@ -50,15 +50,3 @@ def test_with_others_more_precision_takes_all_of_them(together):
     context = RunContext.of(parts, together, False, lambda name: None)
     assert not context.alone and context.can_widen is together
     assert RunContext().can_widen
-
-
-def test_an_error_costs_the_explanation_and_no_more():
-    with ErrorBoundary() as boundary:
-        raise KeyError('betas')
-    assert boundary.error == "KeyError: 'betas'"
-    with ErrorBoundary() as boundary:
-        pass
-    assert boundary.error is None
-    # Who wants to stop stops.
-    with pytest.raises(KeyboardInterrupt), ErrorBoundary():
-        raise KeyboardInterrupt

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import traceback
+import weakref
 
 import pytest
 import torch
@@ -212,3 +214,43 @@ def test_two_causes_in_one_batch():
     raised = explained(caught.value, model, model.forward, (BAD, ),
                        dict(data_samples=samples))
     assert [bad.index for bad in raised.details.bad] == [1]
+
+
+@pytest.mark.parametrize('inputs', [BAD, FINE])
+def test_the_activations_of_the_failed_forward_are_let_go(inputs):
+    """Else each replay would need the memory of two forwards."""
+    made, alive = [], []
+
+    class Holding(nn.Linear):
+
+        def forward(self, x):
+            alive.append(any(ref() is not None for ref in made))
+            activations = super().forward(x)
+            made.append(weakref.ref(activations))
+            if not alive[0] and not (activations * 0 == 0).all():
+                raise ValueError('not finite') from self.cause()
+            if inputs is FINE:
+                raise KeyError('a bug')
+            return activations
+
+        def cause(self):
+            try:
+                held = torch.ones(2)
+                made.append(weakref.ref(held))
+                raise RuntimeError
+            except RuntimeError as error:
+                return error
+
+    model = Holding(2, 2)
+    with pytest.raises(Exception) as caught:
+        model(inputs)
+    error = caught.value
+    caught = explained(error, model, model.forward, (inputs, ), {})
+    assert (caught is None) is (inputs is FINE)
+    assert len(alive) >= 3 and not any(alive[1:])
+    if inputs is FINE:
+        # A debugger finds what it looks for.
+        frames = [frame for frame, _ in traceback.walk_tb(
+            error.__traceback__)]
+        assert frames[-1].f_locals['activations'].shape == (2, 2)
+        assert 'explain' not in {frame.f_code.co_name for frame in frames}

@@ -97,6 +97,13 @@ def test_what_does_not_help_leaves_nothing_behind(made, toy, result):
     before = torch.get_rng_state()
     assert retry.attempt(window, found(LOWER), carry) is None
     assert trainer.tried == [LOWER]
+    assert retry.why_not == 'retry: made again at loss scale 64, ' + {
+        None: 'gradients were not finite',
+        10.1: 'its gradient norm was 10.1, absurd'}.get(
+            result if isinstance(result, float) else None,
+            '') if not isinstance(result, Exception) else (
+                'retry: made again at loss scale 64, it raised '
+                f'{type(result).__name__}: {result}')
     assert toy.backbone[1].running_mean.tolist() == [0.] * 4
     assert all(parameter.grad is None for parameter in toy.parameters())
     assert torch.equal(torch.get_rng_state(), before)

@@ -4,9 +4,10 @@ from __future__ import annotations
 from typing import Callable
 
 from ...guard import CapturedForward, StepParts
+from ...guard.rules import in_words
 from ...guard.state import cuda_devices, has_room
 from ..findings import Asking, ReplayResult
-from .request import ReplayRequest, can_replay, in_words, is_out_of_memory
+from .request import ReplayRequest, can_replay, is_out_of_memory
 
 __all__ = ['MOST', 'ReplayDriver']
 

@@ -6,7 +6,7 @@ from typing import Any, Mapping, Tuple
 
 import torch
 
-__all__ = ['ReplayRequest', 'can_replay', 'in_words', 'is_out_of_memory']
+__all__ = ['ReplayRequest', 'can_replay', 'is_out_of_memory']
 
 #: An operation and the line it is called from.
 Place = Tuple[str, 'str | None']
@@ -21,12 +21,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell if an exception says that there is no memory left."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         'out of memory' in str(error))
-
-
-def in_words(error: BaseException) -> str:
-    """Type and text of an exception, on one line."""
-    text = ' '.join(str(error).split())
-    return f'{type(error).__name__}: {text}'[:200]
 
 
 @dataclasses.dataclass

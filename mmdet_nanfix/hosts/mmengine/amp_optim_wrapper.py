@@ -211,6 +211,9 @@ class StockAmpOptimWrapper(AmpOptimWrapper):
 class UnguardedAmpOptimWrapper(StockAmpOptimWrapper):
     """MMEngine's class on devices that are not guarded; it says so."""
 
+    #: Nobody else needs to.
+    says_so = True
+
     def initialize_count_status(self, model: nn.Module, init_counts: int,
                                 max_counts: int) -> None:
         """Say once, right before training, that nothing is guarded."""

@@ -8,7 +8,6 @@ import torch
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 
-from .amp_optim_wrapper import UnguardedAmpOptimWrapper
 from .optim_wrapper import GuardedOptimWrapper
 from .reporter import warn
 from .settings import GUARDED_DEVICES, device_of, not_guarded
@@ -36,12 +35,10 @@ def guard_existing_wrapper(wrapper: Any, settings: dict[str, Any]) -> None:
         if settings:
             wrapper.guard_with(settings)
         return
-    if kind is UnguardedAmpOptimWrapper:
-        # It says so itself.
-        return
     device = device_of(getattr(wrapper, 'optimizer', None))
     if device not in GUARDED_DEVICES:
-        warn(not_guarded(device))
+        if not getattr(kind, 'says_so', False):
+            warn(not_guarded(device))
         return
     if kind is AmpOptimWrapper or getattr(kind, 'is_stock', False):
         scaler = wrapper.loss_scaler

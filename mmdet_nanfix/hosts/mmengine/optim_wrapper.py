@@ -20,7 +20,7 @@ from ...diagnosis import diagnostician
 from ...fp32 import PrecisionControl
 from ...guard import GuardedStep, RunConfig, Verdict
 from ...guard.checks import install_sanitizers, sanitizing
-from ...guard.rules import Fp32Promotions, LossScale, StopRule
+from ...guard.rules import ErrorBoundary, Fp32Promotions, LossScale, StopRule
 from ...incidents import NonFiniteError
 from ...torch_support import not_compiled
 from .model_kinds import has_compiled_parts, is_sharded, segfaults
@@ -225,7 +225,10 @@ class GuardedOptimWrapper(OptimWrapper):
             self.reporter.add_scalar('scale', self.scale_rules.scale,
                                       self.trainer.clock()[1])
         if verdict.incident is not None:
-            self.reporter.report(verdict.incident)
+            with ErrorBoundary() as boundary:
+                self.reporter.report(verdict.incident)
+            if boundary.error is not None:
+                warn(f'an incident could not be told of ({boundary.error})')
             self.precision.promoted = tuple(self.promotions.names)
         if verdict.note is not None:
             warn(verdict.note)

@@ -9,7 +9,6 @@ from mmdet_nanfix.diagnosis.findings import Failure
 from mmdet_nanfix.diagnosis.replay.request import (
     ReplayRequest,
     can_replay,
-    in_words,
     is_out_of_memory,
 )
 
@@ -24,11 +23,6 @@ def test_this_torch_can():
     (RuntimeError('x'), False), (ValueError(), False)])
 def test_what_says_that_there_is_no_memory_left(error, is_so):
     assert is_out_of_memory(error) is is_so
-
-
-def test_an_exception_is_one_line():
-    assert in_words(ValueError('a\n  b')) == 'ValueError: a b'
-    assert len(in_words(ValueError('a' * 999))) == 200
 
 
 def test_others_are_told_what_is_the_same_for_them():
