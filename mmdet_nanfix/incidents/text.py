@@ -9,10 +9,6 @@ import io
 import textwrap
 from typing import Any, Mapping
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from .records import Incident, short_source
 
 __all__ = ['IncidentText', 'Summary']
@@ -245,6 +241,10 @@ class Summary:
 
     def text(self, width: int = 79) -> str:
         """The table as plain text, for a log file."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table('phase', 'head', 'incidents', 'first iter', 'last iter')
         for (phase, head), counts in self.rows.items():
             table.add_row(Text(phase), Text(head), *map(str, counts))

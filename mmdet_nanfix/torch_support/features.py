@@ -4,6 +4,7 @@ Versions in which a name was seen to be there or missing stand beside it.
 """
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Sequence, TypeVar
 
 import torch
@@ -53,13 +54,29 @@ def foreach_copy_(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 def not_compiled(function: _Function) -> _Function:
     """Keep ``torch.compile`` out of a function and of what it calls.
 
-    By another name before torch 2.1.
+    Torch is asked when it is first called: the compiler takes a second to
+    import.
     """
     # ``functools.wraps`` copies these from what is wrapped, which torch would
     # take instead of the wrapper (seen in 2.1.2).
     for copied in ('_torchdynamo_orig_callable', 'get_compiler_config'):
         vars(function).pop(copied, None)
+    kept_out: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kept_out:
+            kept_out.append(_disabled(function))
+        return kept_out[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch has it; by another name before 2.1."""
     if hasattr(torch, 'compiler'):
         return torch.compiler.disable(function)
     from torch import _dynamo
     return _dynamo.disable(function)
+

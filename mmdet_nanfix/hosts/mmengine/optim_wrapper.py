@@ -16,7 +16,6 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from ...diagnosis import diagnostician
 from ...fp32 import PrecisionControl
 from ...guard import GuardedStep, RunConfig, Verdict
 from ...guard.checks import install_sanitizers, sanitizing
@@ -97,6 +96,7 @@ class GuardedOptimWrapper(OptimWrapper):
         """
         if self.guard is not None:
             return self.guard
+        from ...diagnosis import diagnostician
         self._whole = model
         sharded = is_sharded(model)
         bare = model.module if is_model_wrapper(model) else model
