@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -33,6 +34,7 @@ from .rules.stop_rule import StopRule
 from .standalone import NoDiagnosis, PlainTrainer, StepParts
 from .state.buffers import WatchedBuffers
 from .state.transaction import Transaction
+from .state.tree import StateTree
 
 __all__ = ['GuardedStep', 'Verdict']
 
@@ -100,9 +102,10 @@ class GuardedStep:
         self._trainer = trainer or PlainTrainer(model)
         self._ranks = self._trainer.ranks
         self._optimizer = optimizer
-        self._anchor = Anchor(lambda: self.parts.optimized(), sharded)
+        self._known: tuple[list[Tensor], set[int]] = ([], set())
+        self._anchor = Anchor(self._optimized, sharded)
         self._transaction = Transaction(
-            model, [self._trainer.remember])
+            model, [self._trainer.remember], StateTree(model).snapshot)
         self._window: list[MicroStep] = []
         self._capture = ForwardCapture(self._transaction)
         self._flags: list[Tensor] = []
@@ -114,6 +117,15 @@ class GuardedStep:
             model, optimizer, self._trainer, scale, self._transaction,
             self.buffers, self._anchor, self.history, sharded)
         self.diagnosis = diagnose(self.parts)
+
+    def _optimized(self) -> set[int]:
+        """``id`` of each parameter that the optimizer has now."""
+        now = [parameter for group in self._optimizer.param_groups
+               for parameter in group['params']]
+        known = self._known[0]
+        if len(now) != len(known) or not all(map(operator.is_, now, known)):
+            self._known = now, set(map(id, now))
+        return self._known[1]
 
     @property
     def flag(self) -> Tensor | None:

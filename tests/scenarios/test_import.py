@@ -8,14 +8,14 @@ import sys
 
 from helpers.paths import ROOT
 
-CODE = '''
+CODE = """
 import json, sys, time
 import mmdet.apis, mmdet.models, mmengine.runner
 before, begin = set(sys.modules), time.perf_counter()
 import mmdet_nanfix
 print(json.dumps([time.perf_counter() - begin,
                   sorted(set(sys.modules) - before)]))
-'''
+"""
 # Loaded when the guard is armed, or a failed step is told of.
 LATER = ('torch._dynamo', 'mmdet_nanfix.diagnosis', 'mmdet_nanfix.emulation',
          'mmdet_nanfix.report', 'rich.table', 'scipy.optimize')

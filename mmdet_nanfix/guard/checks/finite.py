@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ...torch_support import HALVES
 
-__all__ = ['bad_tensors', 'can_be_checked', 'flag_of', 'is_finite', 'norm_of']
+__all__ = [
+    'bad_tensors', 'by_kind', 'can_be_checked', 'flag_of', 'is_finite',
+    'norm_of'
+]
 
 
 _CHECKED = (*HALVES, torch.float32, torch.float64)
@@ -56,26 +59,33 @@ def bad_tensors(tensors: Sequence[Tensor | None]) -> list[int]:
     return sorted(bad)
 
 
-def flag_of(tensors: Sequence[Tensor], device: torch.device
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by dtype and device, as fused calls take them."""
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(alike.values())
+
+
+def flag_of(alike: Sequence[Sequence[Tensor]], device: torch.device
             ) -> Tensor | None:
     """0 where all tensors are finite and NaN where one is not.
 
-    Four calls in all, no device sync.
+    Four calls for each dtype and device, no device sync.
 
     Args:
-        tensors: Floating, not empty.
+        alike: Of :func:`by_kind`: floating, not empty.
         device: Where the answer is needed.
 
     Returns:
         A scalar; None for no tensors.
     """
-    if not tensors:
-        return None
-    norms = torch._foreach_norm(tensors, math.inf)
-    stacked = torch.stack([
-        norm if norm.device == device else norm.to(device)
-        for norm in norms])
-    return (stacked - stacked).sum()
+    flags = []
+    for tensors in alike:
+        norms = torch.stack(torch._foreach_norm(tensors, math.inf))
+        flag = (norms - norms).sum()
+        flags.append(flag if flag.device == device else flag.to(device))
+    return sum(flags[1:], flags[0]) if flags else None
 
 
 def norm_of(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -86,14 +96,12 @@ def norm_of(tensors: Sequence[Tensor | None]) -> Tensor | None:
     Returns:
         A scalar; None for no tensors.
     """
-    alike: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor is not None and can_be_checked(tensor):
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    alike = by_kind(tensor for tensor in tensors
+                    if tensor is not None and can_be_checked(tensor))
     norms: list[Tensor] = []
-    for (dtype, _), group in alike.items():
+    for group in alike:
         # The norm of half numbers leaves half's range.
-        wide = torch.finfo(dtype).bits < 32
+        wide = torch.finfo(group[0].dtype).bits < 32
         norms += torch._foreach_norm(
             [tensor.float() for tensor in group] if wide else group, 2)
     if not norms:

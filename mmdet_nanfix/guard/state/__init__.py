@@ -4,6 +4,7 @@
 ``transaction``  what the forwards of a window change, and the way back:
                  copies of tensors
 ``snapshot``     what hangs below a model at one moment
+``tree``         the same at every step, at little cost
 ``batch``        what a forward begins with: a batch as it was, generators
                  of random numbers
 ``averages``     EMA, shadows and mean teachers that hooks keep

@@ -6,12 +6,14 @@ on purpose: attention masks, the best score so far.
 """
 from __future__ import annotations
 
-from typing import Iterable, Sequence, Tuple
+import operator
+from itertools import chain
+from typing import Any, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ..checks.finite import bad_tensors, can_be_checked, flag_of
+from ..checks.finite import bad_tensors, by_kind, can_be_checked, flag_of
 
 __all__ = ['WatchedBuffers']
 
@@ -39,10 +41,13 @@ class WatchedBuffers:
         self.exempt: set[str] = set()
         self._exempt_places: set[Place] = set()
         self._suspects: set[str] = set()
+        self._every: list[Any] = []
+        self._alike: list[list[Tensor]] = []
         self._let_go(self.bad())
 
     def _let_go(self, names: Sequence[str]) -> None:
         self.exempt.update(names)
+        self._every = []
         for name in names:
             owner, _, own = name.rpartition('.')
             module = self._model.get_submodule(owner)
@@ -53,7 +58,7 @@ class WatchedBuffers:
         return {name: buffer for name, buffer in self._model.named_buffers()
                 if can_be_checked(buffer) and name not in self.exempt}
 
-    def flag(self, buffers: Iterable[tuple[Place, Tensor]],
+    def flag(self, buffers: Sequence[dict[str, Any]],
              device: torch.device) -> Tensor | None:
         """0 where the watched ones are finite, else NaN; no device sync.
 
@@ -61,9 +66,15 @@ class WatchedBuffers:
             buffers: Of :meth:`.Transaction.buffers`.
             device: Where the answer is needed.
         """
-        return flag_of([buffer for place, buffer in buffers
-                        if can_be_checked(buffer)
-                        and place not in self._exempt_places], device)
+        every = list(chain.from_iterable(map(dict.values, buffers)))
+        if len(every) != len(self._every) or not all(
+                map(operator.is_, every, self._every)):
+            self._every = every
+            self._alike = by_kind(
+                buffer for named in buffers for name, buffer in named.items()
+                if buffer is not None and can_be_checked(buffer)
+                and (id(named), name) not in self._exempt_places)
+        return flag_of(self._alike, device)
 
     def bad(self) -> list[str]:
         """Names of watched buffers that are not finite; one read."""

@@ -18,20 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ['Diff', 'Snapshot']
+__all__ = [
+    'ATOMS', 'INTERNAL', 'Diff', 'Snapshot', 'elements', 'same', 'undo_of'
+]
 
 Undo = Callable[[], None]
 
-# Values that cannot change, and what is no state of a model.
-_ATOMS = frozenset({
+#: Types of values that cannot change, and of what is no state of a model.
+ATOMS = frozenset({
     bool, int, float, complex, str, bytes, type(None), type, range, slice,
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
     np.dtype,
 })
-# Of nn.Module: hooks, and a forward that is wrapped, come and go around a
-# step, parameters are the optimizer's; the others are looked at by name.
-_INTERNAL = frozenset(
+#: Of nn.Module: hooks, and a forward that is wrapped, come and go around a
+#: step, parameters are the optimizer's; the others are looked at by name.
+INTERNAL = frozenset(
     {'forward', *nn.Module().__dict__} - {'training'})
 # Objects of these packages are machinery, not state of a model.
 _MACHINERY = ('torch.', 'logging', 'threading', 'multiprocessing',
@@ -46,7 +48,7 @@ _NOTHING: Any = object()
 _EMPTY: dict[str, Any] = {}
 
 
-def _generator_undo(generator: Any) -> Undo:
+def undo_of(generator: Any) -> Undo:
     """Undo for a generator object that a module keeps."""
     if isinstance(generator, random.Random):
         state = generator.getstate()
@@ -73,15 +75,15 @@ def _is_torchs_layer(module: nn.Module) -> bool:
             and not module._modules and kind is not nn.Module)
 
 
-def _elements(container: Any) -> Any:
+def elements(container: Any) -> Any:
     """What a container holds, as a plain list, set or dict."""
     if isinstance(container, dict):
         return dict(dict.items(container))
     return set(container) if isinstance(container, set) else list(container)
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Whether two results of :func:`_elements` hold the same objects."""
+def same(left: Any, right: Any) -> bool:
+    """Whether two results of :func:`elements` hold the same objects."""
     if isinstance(left, set):
         return left == right
     if isinstance(left, dict):
@@ -118,6 +120,9 @@ class Snapshot:
         tensors: Tensors that may be written to.
         undos: For generators.
         buffers: The buffers of each module, by name.
+        named: Dicts of the buffers and of the children of each module.
+        layers: ``id`` of the attribute dicts of torch's own layers.
+        generators: Objects that draw random numbers.
     """
 
     spaces: list[tuple[dict[str, Any], dict[str, Any]]] = (
@@ -129,6 +134,9 @@ class Snapshot:
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     undos: list[Undo] = dataclasses.field(default_factory=list)
     buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    named: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    layers: set[int] = dataclasses.field(default_factory=set)
+    generators: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, roots: Iterable[Any], parameters: bool = False,
@@ -146,7 +154,7 @@ class Snapshot:
         while stack:
             item = stack.pop()
             kind = type(item)
-            if kind in _ATOMS or id(item) in seen:
+            if kind in ATOMS or id(item) in seen:
                 continue
             seen.add(id(item))
             # Modules are the most, and their class tells at once.
@@ -171,7 +179,8 @@ class Snapshot:
                 self.arrays.append((item, item.copy()))
             return ()
         if isinstance(item, _GENERATORS):
-            self.undos.append(_generator_undo(item))
+            self.generators.append(item)
+            self.undos.append(undo_of(item))
             return ()
         if isinstance(item, types.MethodType):
             return (item.__self__, )
@@ -194,14 +203,17 @@ class Snapshot:
         space = module.__dict__
         self.spaces.append((space, space.copy()))
         found: list[Any] = []
-        if not _is_torchs_layer(module):
+        if _is_torchs_layer(module):
+            self.layers.add(id(space))
+        else:
             found.extend(
                 value for name, value in space.items()
-                if type(value) not in _ATOMS and name not in _INTERNAL)
+                if type(value) not in ATOMS and name not in INTERNAL)
         if parameters:
             found.extend(space['_parameters'].values())
         for name in ('_buffers', '_modules'):
             named = space[name]
+            self.named.append(named)
             self.containers.append((named, named.copy() if named else _EMPTY))
             if named:
                 found.extend(named.values())
@@ -210,7 +222,7 @@ class Snapshot:
         return found
 
     def _container(self, container: Any) -> Iterable[Any]:
-        self.containers.append((container, _elements(container)))
+        self.containers.append((container, elements(container)))
         found: list[Any] = []
         if type(container).__module__ != 'builtins':
             found.extend(self._space(container))
@@ -224,14 +236,14 @@ class Snapshot:
         """What has become different since, but for values of tensors."""
         found = Diff(undos=self.undos)
         for space, before in self.spaces:
-            for name in {*space, *before} - _INTERNAL:
+            for name in {*space, *before} - INTERNAL:
                 old, new = before.get(name, _NOTHING), space.get(
                     name, _NOTHING)
                 if old is not new:
                     found.names.append((space, name, old, new))
         for container, held in self.containers:
-            now = _elements(container)
-            if not _same(held, now):
+            now = elements(container)
+            if not same(held, now):
                 found.elements.append((container, held, now))
         return found
 
@@ -253,7 +265,7 @@ class Diff:
     def revert(self) -> None:
         """Undo what nobody else has touched since."""
         for container, held, after in self.elements:
-            if _same(after, _elements(container)):
+            if same(after, elements(container)):
                 _refill(container, held)
         for space, name, old, new in self.names:
             if space.get(name, _NOTHING) is not new:
@@ -271,7 +283,7 @@ def _worth_a_look(values: Any) -> bool:
     if len(values) <= _LONG:
         return True
     return len(values) <= _TOO_LONG and (
-        type(next(iter(values))) not in _ATOMS)
+        type(next(iter(values))) not in ATOMS)
 
 
 def _is_own_state(tensor: Tensor, parameters: bool) -> bool:

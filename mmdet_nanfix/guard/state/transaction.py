@@ -9,7 +9,7 @@ tensors that are written to in place.
 """
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import numpy as np
 import torch
@@ -22,12 +22,25 @@ from .snapshot import Diff, Snapshot
 __all__ = ['TensorBackup', 'Transaction']
 
 
+class Remembered(Protocol):
+    """What hung below a model, as :class:`.Snapshot` has it."""
+
+    tensors: list[Tensor]
+    arrays: list[tuple[np.ndarray, np.ndarray]]
+    buffers: list[dict[str, Any]]
+
+    def diff(self) -> Diff:
+        """What has become different since."""
+
+
 class Transaction:
     """What the forwards of a window change in a model, and the way back.
 
     Args:
         model: The bare model; nothing is left on it.
         others: Remember state elsewhere, when a forward begins.
+        look: Remembers what hangs below the model, such as a
+            :class:`.StateTree`; None looks at the whole each time.
 
     Attributes:
         backup: Copies of the tensors that a forward may write to.
@@ -35,13 +48,14 @@ class Transaction:
     """
 
     def __init__(self, model: nn.Module,
-                 others: Sequence[Callable[[], Snapshot]] = ()
-                 ) -> None:
+                 others: Sequence[Callable[[], Snapshot]] = (),
+                 look: Callable[[], Remembered] | None = None) -> None:
         self.model = model
         self._others = others
         self._devices = cuda_devices(model)
         self.backup = TensorBackup()
-        self._before: Snapshot | None = None
+        self._look = look or (lambda: Snapshot.of([model]))
+        self._before: Remembered | None = None
         self._elsewhere: list[Snapshot] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._settled: list[Diff] = []
@@ -57,7 +71,7 @@ class Transaction:
         that happened in it.
         """
         self._rng = Rng(self._devices)
-        self._before = Snapshot.of([self.model])
+        self._before = self._look()
         self._elsewhere = [other() for other in self._others]
         if not self.open:
             self.backup.copy(self._before.tensors)
@@ -74,15 +88,12 @@ class Transaction:
         self._settled.append(diff)
         self._before = None
 
-    def buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        """The model's buffers as they are now, and where they are kept.
+    def buffers(self) -> Sequence[dict[str, Any]]:
+        """The model's buffers as they are now: the dict of each module.
 
         Those of modules that the last forward has made are not among them.
         """
-        for named in self._before.buffers if self._before else ():
-            for name, buffer in named.items():
-                if buffer is not None:
-                    yield (id(named), name), buffer
+        return self._before.buffers if self._before else []
 
     @property
     def rng(self) -> Rng:
@@ -126,9 +137,34 @@ class TensorBackup:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last: Sequence[Tensor] = ()
+        self._sizes: list[int] = []
+        self._fused: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors; one fused call for each dtype and device."""
+        """Copy tensors; one fused call for each dtype and device.
+
+        Args:
+            tensors: Where it is the same list as before it costs little more
+                than these calls; a list must not be changed.
+        """
+        sizes = list(map(Tensor.numel, tensors))
+        if tensors is not self._last or sizes != self._sizes:
+            self._group(tensors)
+            self._last, self._sizes = tensors, sizes
+        try:
+            self._copy()
+        except RuntimeError:
+            # One has another shape or dtype by now.
+            self._group(tensors)
+            self._copy()
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            for copies, originals in self._fused:
+                foreach_copy_(copies, originals)
+
+    def _group(self, tensors: Sequence[Tensor]) -> None:
         held: dict[int, tuple[Tensor, Tensor]] = {}
         fused: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor in tensors:
@@ -139,14 +175,10 @@ class TensorBackup:
                 copy = torch.empty_like(tensor, requires_grad=False)
             held[id(tensor)] = (tensor, copy)
             kind = tensor.dtype, tensor.device
-            if kind not in fused:
-                fused[kind] = [], []
-            fused[kind][0].append(copy)
-            fused[kind][1].append(tensor)
-        self._held = held
-        with torch.no_grad():
-            for copies, originals in fused.values():
-                foreach_copy_(copies, originals)
+            copies, originals = fused.setdefault(kind, ([], []))
+            copies.append(copy)
+            originals.append(tensor)
+        self._held, self._fused = held, list(fused.values())
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 
 from mmdet_nanfix.guard.checks.finite import (
     bad_tensors,
+    by_kind,
     can_be_checked,
     flag_of,
     is_finite,
@@ -60,7 +61,7 @@ def test_bad_tensors():
     ([torch.tensor([3e38, 3e38])], False),
     ([torch.tensor([math.nan]).bfloat16(), torch.ones(1).double()], True)])
 def test_flag(tensors, bad):
-    flag = flag_of(tensors, torch.device('cpu'))
+    flag = flag_of(by_kind(tensors), torch.device('cpu'))
     assert bool(flag.isnan()) is bad and (bad or flag == 0)
 
 
