@@ -5,6 +5,7 @@ called as plain methods, which module hooks do not see.
 """
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import sys
@@ -98,7 +99,7 @@ class CallSites:
                 function, name = code.co_name, module_of(frame)
             owner = None
             if method and (module is None or in_loss is None):
-                owner = self._names.get(id(frame.f_locals.get('self')))
+                owner = self._names.get(id(_locals(frame, 'self')[0]))
                 module = owner if module is None else module
             if in_loss is None and not library:
                 in_loss = owner in self._losses or _means_loss(
@@ -109,6 +110,31 @@ class CallSites:
                 inner = frame
         return CallSite(source, function, name, module, bool(in_loss),
                         level, image)
+
+
+def _locals(frame: types.FrameType, *names: str) -> list[Any]:
+    """Return variables of a function that runs, None for what is not there.
+
+    Up to Python 3.12 a frame keeps a copy of all its variables once it was
+    asked for them: activations would live until the function returns. The
+    copy is emptied, unless somebody else has it (``locals()``).
+    """
+    held: Any = frame.f_locals
+    values = [held.get(name) for name in names]
+    is_a_copy = type(held) is dict and (
+        frame.f_code.co_flags & inspect.CO_NEWLOCALS)
+    if is_a_copy and sys.getrefcount(held) == _HELD_BY_US:
+        held.clear()
+    return values
+
+
+def _count() -> int:
+    held: Any = sys._getframe().f_locals
+    return sys.getrefcount(held)
+
+
+# The frame's reference, ours, and that of the call that counts.
+_HELD_BY_US = _count()
 
 
 def _outwards(frame: types.FrameType | None
@@ -135,7 +161,7 @@ def _at(loop: types.FrameType, inner: types.FrameType,
     its lists, then with the second. Maps have four dimensions, what belongs
     to one image has fewer, or is no tensor.
     """
-    lists = [item for item in loop.f_locals.get('args', ())
+    lists = [item for item in _locals(loop, 'args')[0] or ()
              if isinstance(item, (list, tuple))]
     index = _index(lists, inner)
     if index is None:
@@ -150,8 +176,8 @@ def _at(loop: types.FrameType, inner: types.FrameType,
 def _index(lists: list[Any], inner: types.FrameType) -> int | None:
     """Which elements of the lists a call has among its arguments."""
     code = inner.f_code
-    held = {id(inner.f_locals.get(name))
-            for name in code.co_varnames[:code.co_argcount]}
+    held = set(map(id, _locals(
+        inner, *code.co_varnames[:code.co_argcount])))
     votes: dict[int, int] = {}
     for items in lists:
         at = [index for index, item in enumerate(items) if id(item) in held

@@ -44,9 +44,9 @@ class ReplayDriver:
             return 'this torch is too old for it'
         if not forward.batch.is_restorable:
             return 'the model has written to the batch'
-        if not self._ranks.alone and not has_room(
-                cuda_devices(self._parts.model)):
-            # Several processes: one that runs out leaves the others waiting.
+        if not has_room(cuda_devices(self._parts.model)):
+            # What runs out of memory may leave too little for the training,
+            # and in several processes leaves the others waiting.
             return 'there is not enough memory'
         return None
 

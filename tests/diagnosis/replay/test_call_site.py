@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -258,3 +259,34 @@ def test_a_node_that_does_not_tell_its_number_is_known_by_itself():
     assert sites.knows(node)
     if not HAS_SEQUENCE_NR:
         assert sites.find(node) == ('exp', CallSite(function='exp'))
+
+
+class Walking(nn.Module):
+    """Lets go of what it has computed on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = []
+
+    def step(self, sites, x):
+        sites.here()
+        return x + 1
+
+    def forward(self, x, sites):
+        for _ in range(3):
+            x = x * 2
+            before = weakref.ref(x)
+            x = self.step(sites, x)
+            self.alive.append(before() is not None)
+        kept = locals()
+        sites.here()
+        return x, kept
+
+
+def test_what_a_forward_lets_go_of_is_let_go():
+    """A look at the variables of a frame would keep them until it ends."""
+    model = Walking()
+    out, kept = model(torch.ones(1), CallSites(model))
+    assert model.alive == [False] * 3
+    # What somebody else has of them stays.
+    assert kept['x'] is out and kept['self'] is model

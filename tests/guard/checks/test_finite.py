@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import measuring
 import pytest
 import torch
 from torch import nn
@@ -100,3 +101,16 @@ def test_one_tensor_is_looked_at(dtype, bad):
     for tensor in (values, values.view(5, 8).t(), values.requires_grad_()):
         assert is_finite(tensor) is (bad is None)
     assert is_finite(torch.tensor(3, dtype=dtype))
+
+
+@pytest.mark.parametrize('value', [1., math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize('dtype', [
+    torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_one_read_tells_if_all_is_finite(value, dtype):
+    x = torch.zeros(3, dtype=torch.float32)
+    x[1] = value
+    x = x.to(dtype)
+    with measuring.Calls() as calls:
+        found = is_finite(x)
+    assert found is bool(torch.isfinite(x).all())
+    assert calls.reads == 1
