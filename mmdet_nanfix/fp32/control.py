@@ -8,6 +8,7 @@ from torch import nn
 
 from . import modules, regions
 from .score_losses import exact_cost, finite_forward
+from .wrapping import hold_regions
 
 __all__ = ['PrecisionControl']
 
@@ -41,6 +42,7 @@ class PrecisionControl:
         self.promoted: Sequence[str] = tuple(given)
         self._modules: dict[str, modules.Fp32Module] = {}
         self.extra: tuple[str, ...] = ()
+        self._holds = False
         known = dict(model.named_modules())
         for name in given:
             if name not in known:
@@ -52,6 +54,9 @@ class PrecisionControl:
             self._install()
 
     def _install(self) -> None:
+        if not self._holds:
+            self._holds = True
+            hold_regions(self)
         regions.install(self._model, finite_forward, exact_cost)
 
     @property

@@ -1,6 +1,6 @@
 """Run whole modules of a model in fp32: a head, a neck, a stage.
 
-Like regions they are wrapped in the classes, for the life of the process, and
+Like regions they are wrapped in the classes, and
 are what they were until :func:`switched` says otherwise.
 """
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 MMDetection 2.x ran the loss, target and decoding methods of every head
 outside of autocast (``force_fp32``); 3.x dropped that. :func:`install` finds
-what a model computes there, and wraps it in the *classes*, for the life of
-the process: nothing is left on a model's own modules, copies and checkpoints
-know nothing of it. A wrapped method is the original until :func:`switched`
-says otherwise, which a guarded step does for its forward and backward.
+what a model computes there, and wraps it in the *classes*, for as long as
+there is a :class:`.PrecisionControl`: nothing is left on a model's own
+modules, copies and checkpoints know nothing of it. A wrapped method is the
+original until :func:`switched` says otherwise, which a guarded step does for
+its forward and backward.
 
 Nothing is known of a model but what its methods are called:
 

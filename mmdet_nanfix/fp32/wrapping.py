@@ -26,8 +26,8 @@ from .introspect import own_codes
 
 __all__ = [
     'MARK', 'MODES', 'SWITCH', 'enter', 'exact', 'fp32_inputs', 'fp32_loss',
-    'in_region', 'is_inside', 'rounded', 'switched', 'wide_sigmoid', 'wrap',
-    'wrap_function'
+    'hold_regions', 'in_region', 'is_inside', 'rounded', 'switched',
+    'wide_sigmoid', 'wrap', 'wrap_function'
 ]
 
 #: Attribute of what is a region already.
@@ -67,7 +67,7 @@ class _Place(threading.local):
 
 
 _PLACE = _Place()
-# For the life of the process.
+# As long as there is a model whose precision is controlled.
 _PATCHES = Patches('fp32 regions')
 #: Of methods that compute a sigmoid in fp32.
 _CODES: set[types.CodeType] = set()
@@ -95,6 +95,11 @@ def switched(mode: str | None, device: str,
         yield
     finally:
         SWITCH.mode, SWITCH.device, SWITCH.parts = before
+
+
+def hold_regions(owner: Any) -> None:
+    """Keep what is wrapped until this and every other owner is gone."""
+    _PATCHES.hold(owner)
 
 
 def is_inside() -> bool:

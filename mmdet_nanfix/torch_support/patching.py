@@ -1,5 +1,7 @@
 """Replace attributes of torch, of the hosts and of modules, and undo it.
 
+Whatever the package replaces it replaces here: docs/patches.md lists it.
+
 One attribute may be replaced several times, by several threads; each wrapper
 is given what it stands over. What is undone in the middle leaves no trace:
 the wrappers above it are made again, over what is below.
@@ -7,6 +9,7 @@ the wrappers above it are made again, over what is below.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, Callable, NamedTuple
 
 __all__ = ['Patches', 'Replaced', 'replaced']
@@ -141,6 +144,7 @@ class Patches:
         self._owner = owner
         self._innermost = innermost
         self._layers: list[_Layer] = []
+        self._owners = 0
 
     def replace(self, place: Any, name: str, value: Any) -> None:
         """Set an attribute; where the place itself had none, until undone.
@@ -185,6 +189,22 @@ class Patches:
         """Return what a new layer stands over."""
         layers = _LAYERS.get((id(what.place), what.name))
         return layers[0].below if layers and self._innermost else _own(what)
+
+    def hold(self, owner: Any) -> None:
+        """Undo all when this and every other such owner is gone.
+
+        Args:
+            owner: Whatever can be referred to weakly.
+        """
+        with _LOCK:
+            self._owners += 1
+        weakref.finalize(owner, self._let_go).atexit = False
+
+    def _let_go(self) -> None:
+        with _LOCK:
+            self._owners -= 1
+            if self._owners == 0:
+                self.undo()
 
     def undo(self) -> None:
         """Put back what was there, latest first; without any, do nothing."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 import types
 
@@ -159,3 +160,30 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_patches_are_held_by_who_needs_them():
+    class Owner:
+        pass
+
+    place = types.SimpleNamespace(name=1)
+    patches = Patches('test')
+    one, two = Owner(), Owner()
+    patches.hold(one)
+    patches.replace(place, 'name', 2)
+    patches.hold(two)
+    del one
+    gc.collect()
+    assert place.name == 2
+    del two
+    gc.collect()
+    assert place.name == 1 and 'test' not in {
+        item.owner for item in replaced()}
+    # And again.
+    three = Owner()
+    patches.hold(three)
+    patches.replace(place, 'name', 3)
+    assert place.name == 3
+    del three
+    gc.collect()
+    assert place.name == 1

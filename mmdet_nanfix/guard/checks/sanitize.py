@@ -121,8 +121,13 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def install_sanitizers() -> None:
-    """Wrap the functions, once; outside of the region nothing changes."""
+def install_sanitizers(owner: Any) -> None:
+    """Wrap the functions, once; outside of the region nothing changes.
+
+    Args:
+        owner: They are put back when this and every other one is gone.
+    """
+    _PATCHES.hold(owner)
     _wrap(functional, 'binary_cross_entropy', _entropy)
     _wrap(functional, 'one_hot', _one_hot)
     try:

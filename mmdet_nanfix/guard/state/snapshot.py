@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    'ATOMS', 'INTERNAL', 'Diff', 'Snapshot', 'elements', 'same', 'undo_of'
+    'ATOMS', 'Diff', 'INTERNAL', 'Snapshot', 'elements', 'same', 'undo_of'
 ]
 
 Undo = Callable[[], None]

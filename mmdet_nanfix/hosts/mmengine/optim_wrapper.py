@@ -117,7 +117,7 @@ class GuardedOptimWrapper(OptimWrapper):
             sharded=sharded, promotions=self.promotions)
         self.guard.history.load_state_dict(self._loaded)
         if not alone:
-            install_sanitizers()
+            install_sanitizers(self.guard)
         self.reporter.open()
         self.reporter.announce(
             self._precision(), self._regions(), self.scale_rules,

@@ -22,8 +22,8 @@ def installed(monkeypatch):
              if 'linear_sum_assignment' in getattr(module, '__dict__', {})]
     for place, name in ((F, 'binary_cross_entropy'), (F, 'one_hot'), *users):
         monkeypatch.setattr(place, name, getattr(place, name))
-    sanitize.install_sanitizers()
-    sanitize.install_sanitizers()
+    sanitize.install_sanitizers(sanitize)
+    sanitize.install_sanitizers(sanitize)
 
 
 COST = torch.tensor([[1., 2.], [3., 4.]])
@@ -73,7 +73,7 @@ def test_any_module_that_uses_the_matching_is_found(monkeypatch):
     own = types.ModuleType('own_matcher')
     own.linear_sum_assignment = linear_sum_assignment
     monkeypatch.setitem(sys.modules, 'own_matcher', own)
-    sanitize.install_sanitizers()
+    sanitize.install_sanitizers(sanitize)
     with sanitize.sanitizing(lambda flag: None):
         own.linear_sum_assignment(COST * math.nan)
     assert linear_sum_assignment.__module__.startswith('scipy')
@@ -89,7 +89,7 @@ def test_what_is_no_module_blocks_nothing(monkeypatch):
     """None is the documented way to block an import."""
     monkeypatch.setitem(sys.modules, 'cupy', None)
     monkeypatch.setitem(sys.modules, 'lazy', Strange())
-    sanitize.install_sanitizers()
+    sanitize.install_sanitizers(sanitize)
 
 
 def test_a_forward_that_another_thread_computes_again_is_sanitized():
