@@ -27,6 +27,20 @@ if not HAS_HALF_ON_CPU:
     emulation.require = autocast.require = skip
 
 
+def slow_tests():
+    """Node ids, or beginnings of such, that the quick suite leaves out."""
+    with open(os.path.join(ROOT, 'tests', 'slow.txt')) as file:
+        return [line.strip() for line in file
+                if line.strip() and not line.startswith('#')]
+
+
+def pytest_collection_modifyitems(items):
+    slow = tuple(slow_tests())
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def real_require(monkeypatch):
     """For tests of the refusal itself."""

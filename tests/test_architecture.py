@@ -315,3 +315,20 @@ def test_an_import_without_hosts(tmp_path):
     done = subprocess.run([sys.executable, '-c', code, str(tmp_path)],
                           text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_slow_tests_are_tests_and_no_file_is_slow_as_a_whole(request):
+    """The quick suite keeps something of every file."""
+    quick, beginnings = set(), set()
+    with open(os.path.join(ROOT, 'tests', 'slow.txt')) as file:
+        listed = [line.strip() for line in file if line.startswith('tests/')]
+    for item in request.session.items:
+        found = [text for text in listed if item.nodeid.startswith(text)]
+        beginnings |= set(found)
+        assert bool(found) == bool(item.get_closest_marker('slow'))
+        if not found:
+            quick.add(item.nodeid.partition('::')[0])
+    files = {item.nodeid.partition('::')[0] for item in request.session.items}
+    assert files == quick
+    if request.config.option.markexpr == '' and len(files) > 60:
+        assert set(listed) == beginnings

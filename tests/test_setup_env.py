@@ -108,7 +108,7 @@ def test_no_python_of_the_wanted_version(capsys):
     ('main', ' .venv/bin/python'), ('common', '.venv-common/bin/python')])
 def test_make_runs_a_stack_in_its_environment(stack, python):
     done = subprocess.run(
-        ['make', '-n', 'test-stack', f'STACK={stack}', 'PYTHON='], cwd=ROOT,
+        ['make', '-n', 'test', f'STACK={stack}', 'PYTHON='], cwd=ROOT,
         text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f'tools/setup_env.py --stack "{stack}"' in done.stdout
