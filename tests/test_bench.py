@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import begin_cost
 import families
 import families_train
 import gpu_agreement
@@ -17,6 +18,9 @@ import regions_cost
 import torch
 from helpers.paths import ROOT
 from helpers.torch_features import autocast_is_on, needs_half
+
+from mmdet_nanfix.guard.state.transaction import Transaction
+from mmdet_nanfix.guard.state.tree import StateTree
 
 
 @pytest.fixture(scope='module')
@@ -166,3 +170,25 @@ def test_detectors_in_half_precision():
     assert incident['cause']['config_patch'] == (
         f'optim_wrapper = dict(nanfix=dict(init_scale={scale}))')
     assert scale == 16. and made == 0
+
+
+@pytest.mark.parametrize('layers', [False, True])
+def test_the_begin_of_a_step_does_not_walk_through_the_model(layers):
+    """Functions that Python calls, whatever the number of modules."""
+
+    def calls(modules):
+        model = begin_cost.model_of(modules, layers)
+        transaction = Transaction(model, (), StateTree(model).snapshot)
+        seen = []
+        for step in range(4):
+            if step == 3:
+                sys.setprofile(lambda frame, event, argument: seen.append(
+                    event) if event == 'call' else None)
+            transaction.begin()
+            sys.setprofile(None)
+            transaction.commit()
+        return len(seen)
+
+    assert calls(30) == calls(300) < 150
+    whole, begin, _ = begin_cost.costs(begin_cost.model_of(600, layers), 7)
+    assert begin < whole / 2
