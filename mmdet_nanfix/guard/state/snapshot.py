@@ -123,6 +123,7 @@ class Snapshot:
         named: Dicts of the buffers and of the children of each module.
         layers: ``id`` of the attribute dicts of torch's own layers.
         generators: Objects that draw random numbers.
+        opaque: Whether there is scripted code, which rebinds unseen.
     """
 
     spaces: list[tuple[dict[str, Any], dict[str, Any]]] = (
@@ -137,6 +138,7 @@ class Snapshot:
     named: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     layers: set[int] = dataclasses.field(default_factory=set)
     generators: list[Any] = dataclasses.field(default_factory=list)
+    opaque: bool = False
 
     @classmethod
     def of(cls, roots: Iterable[Any], parameters: bool = False,
@@ -199,6 +201,7 @@ class Snapshot:
 
     def _module(self, module: nn.Module, parameters: bool) -> list[Any]:
         if isinstance(module, torch.jit.ScriptModule):
+            self.opaque = True
             return list(module.buffers())
         space = module.__dict__
         self.spaces.append((space, space.copy()))

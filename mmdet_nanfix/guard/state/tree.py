@@ -141,7 +141,8 @@ class StateTree:
     def snapshot(self) -> Snapshot | TreeSnapshot:
         """Remember everything as it is now; no device sync."""
         self._age += 1
-        if self._looks >= _FIRST and self._age < _EVERY:
+        if self._looks >= _FIRST and self._age < _EVERY and not (
+                self._plan.full.opaque):
             quick = self._quick(self._plan)
             if quick is not None:
                 return quick

@@ -152,3 +152,19 @@ def test_the_whole_is_looked_at_now_and_then():
     tree = StateTree(Model())
     kinds = [type(tree.snapshot()) for _ in range(1010)]
     assert 2 < kinds.count(Snapshot) <= 5
+
+
+def test_scripted_code_is_looked_at_each_time():
+    class Counting(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('count', torch.zeros(1))
+
+        def forward(self, x):
+            self.count = self.count + 1
+            return x + self.count
+
+    model = nn.Sequential(torch.jit.script(Counting()))
+    tree = StateTree(model)
+    assert {type(tree.snapshot()) for _ in range(5)} == {Snapshot}
