@@ -118,6 +118,7 @@ class Snapshot:
         containers: Lists, dicts, sets, deques, and what they hold.
         arrays: numpy arrays, and copies of them.
         tensors: Tensors that may be written to.
+        more: None: :class:`.TreeSnapshot` has some that change all the time.
         undos: For generators.
         buffers: The buffers of each module, by name.
         named: Dicts of the buffers and of the children of each module.
@@ -139,6 +140,7 @@ class Snapshot:
     layers: set[int] = dataclasses.field(default_factory=set)
     generators: list[Any] = dataclasses.field(default_factory=list)
     opaque: bool = False
+    more: list[Tensor] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, roots: Iterable[Any], parameters: bool = False,

@@ -26,6 +26,7 @@ class Remembered(Protocol):
     """What hung below a model, as :class:`.Snapshot` has it."""
 
     tensors: list[Tensor]
+    more: list[Tensor]
     arrays: list[tuple[np.ndarray, np.ndarray]]
     buffers: list[dict[str, Any]]
 
@@ -53,7 +54,7 @@ class Transaction:
         self.model = model
         self._others = others
         self._devices = cuda_devices(model)
-        self.backup = TensorBackup()
+        self.backup, self._more = TensorBackup(), TensorBackup()
         self._look = look or (lambda: Snapshot.of([model]))
         self._before: Remembered | None = None
         self._elsewhere: list[Snapshot] = []
@@ -75,6 +76,7 @@ class Transaction:
         self._elsewhere = [other() for other in self._others]
         if not self.open:
             self.backup.copy(self._before.tensors)
+            self._more.copy(self._before.more)
             self._arrays = self._before.arrays
             self.open = True
 
@@ -128,6 +130,7 @@ class Transaction:
         for array, values in self._arrays:
             array[...] = values
         self.backup.restore()
+        self._more.restore()
         self._rng.restore()
         self.commit()
 

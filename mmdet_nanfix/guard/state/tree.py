@@ -7,6 +7,7 @@ again as a whole when something is.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from itertools import chain
@@ -77,16 +78,25 @@ class _Plan:
 
     Args:
         full: The look.
+        rebound: Attributes that are bound to another object all the time: by
+            what they are of, and their names.
     """
 
-    def __init__(self, full: Snapshot) -> None:
+    def __init__(self, full: Snapshot,
+                 rebound: Iterable[tuple[dict[str, Any], str]] = ()) -> None:
         self.full = full
         self.atoms, self.objects = _Names(), _Names()
+        self.rebound = _Names()
+        for space, name in rebound:
+            self.rebound.add(space, [name])
+        apart = set(zip(map(id, self.rebound.spaces),
+                        (names[0] for names in self.rebound.names)))
         for space, then in full.spaces:
             if id(space) in full.layers:
                 self.atoms.add(space, ['training'])
                 continue
-            own = [name for name in then if name not in INTERNAL]
+            own = [name for name in then if name not in INTERNAL
+                   and (id(space), name) not in apart]
             self.atoms.add(space, [
                 name for name in own if _is_atom(then[name])])
             self.objects.add(space, [
@@ -120,6 +130,17 @@ class _Plan:
                     same, self.kept, map(elements, self.others)))
 
 
+def _others(names: _Names, then: list[Any], now: list[Any]
+            ) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+    """Attributes that are others now: where, name, before and after."""
+    for index, (old, new) in enumerate(zip(then, now)):
+        if not all(map(operator.is_, old, new)):
+            yield from {name: (names.spaces[index], name, left, right)
+                        for name, left, right in zip(
+                            names.names[index], old, new)
+                        if left is not right}.values()
+
+
 class StateTree:
     """What hangs below a model and can hold state.
 
@@ -127,7 +148,9 @@ class StateTree:
     but for torch's own layers, which rebind nothing but ``training``; the
     buffers and children of modules; containers. What appears later shows in
     the length of an attribute dict or container, what is bound to another
-    object by its identity.
+    object by its identity. Attributes and containers that hold other objects
+    after each forward, such as the last sampling results, are known after the
+    first time, and what hangs below them is walked through at each step.
 
     Args:
         model: The model; nothing is left on it.
@@ -137,6 +160,9 @@ class StateTree:
         self._model = model
         self._looks = self._age = 0
         self._plan = _Plan(Snapshot())
+        # By their ids, which are theirs as long as they are here.
+        self._loose: dict[int, Any] = {}
+        self._rebound: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
 
     def snapshot(self) -> Snapshot | TreeSnapshot:
         """Remember everything as it is now; no device sync."""
@@ -146,13 +172,40 @@ class StateTree:
             quick = self._quick(self._plan)
             if quick is not None:
                 return quick
+            self._learn(self._plan)
+        elif self._age >= _EVERY:
+            self._loose, self._rebound = {}, {}
         full = Snapshot.of([self._model])
-        self._plan = _Plan(full)
+        # What is gone by now is let go of.
+        held = {id(container) for container, _ in full.containers}
+        spaces = {id(space) for space, _ in full.spaces}
+        self._loose = {key: container for key, container
+                       in self._loose.items() if key in held}
+        self._rebound = {key: place for key, place in self._rebound.items()
+                         if key[0] in spaces and key[1] in place[0]}
+        apart = [*self._loose.values(), *(
+            space[name] for space, name in self._rebound.values())]
+        self._plan = _Plan(Snapshot.of([self._model], besides=apart) if (
+            apart) else full, self._rebound.values())
         self._looks, self._age = self._looks + 1, 0
         return full
 
-    @staticmethod
-    def _quick(plan: _Plan) -> TreeSnapshot | None:
+    def _learn(self, plan: _Plan) -> None:
+        """Know apart what holds other objects than at the last look."""
+        with contextlib.suppress(KeyError):
+            objects = zip(plan.objects.spaces, plan.objects.names,
+                          plan.objects.values(), plan.were[1])
+            for space, names, now, then in objects:
+                self._rebound.update({
+                    (id(space), name): (space, name)
+                    for name, new, old in zip(names, now, then)
+                    if new is not old})
+        self._loose.update({
+            id(container): container for container, held
+            in zip(plan.others, plan.kept)
+            if not same(held, elements(container))})
+
+    def _quick(self, plan: _Plan) -> TreeSnapshot | None:
         """What is there now, where nothing else hangs there than before."""
         try:
             atoms, objects = plan.atoms.values(), plan.objects.values()
@@ -168,16 +221,22 @@ class StateTree:
                            for now, then in zip(held, plan.held)):
                     return None
                 plan.held = held
+            rebound = plan.rebound.values()
         except Exception:
             # An attribute is gone, or was bound to something that cannot be
             # compared, such as a tensor.
             return None
         plan.were = atoms, objects
         full = plan.full
+        loose = Snapshot.of([*self._loose.values(),
+                             *chain.from_iterable(rebound)])
         return TreeSnapshot(
-            plan, atoms, objects, plan.held, full.tensors,
-            [(array, array.copy()) for array, _ in full.arrays],
-            full.buffers, list(map(undo_of, full.generators)))
+            plan, atoms, objects, rebound, plan.held, loose, full.tensors,
+            loose.tensors, [*((array, array.copy())
+                              for array, _ in full.arrays), *loose.arrays],
+            [*full.buffers, *loose.buffers] if loose.buffers else (
+                full.buffers),
+            [*map(undo_of, full.generators), *loose.undos])
 
 
 @dataclasses.dataclass
@@ -187,48 +246,47 @@ class TreeSnapshot:
     Attributes:
         plan: Where that is.
         atoms: Values of attributes that are numbers and the like.
-        objects: Those of all other attributes.
+        objects: Those of all other attributes, but for these:
+        rebound: Those that hold other objects all the time.
         held: What containers of numbers and the like hold.
+        loose: What hangs below ``rebound``, and below containers like these.
         tensors: As of :class:`.Snapshot`, and so are the rest.
     """
 
     plan: _Plan
     atoms: list[Any]
     objects: list[Any]
+    rebound: list[Any]
     held: list[Any]
+    loose: Snapshot
     tensors: list[Tensor]
+    more: list[Tensor]
     arrays: list[tuple[np.ndarray, np.ndarray]]
     buffers: list[dict[str, Any]]
     undos: list[Callable[[], None]]
 
     def diff(self) -> Diff:
         """What has become different since, but for values of tensors."""
-        plan = self.plan
+        plan, found = self.plan, None
         try:
             now = plan.atoms.values()
             if plan.has(plan.objects.values()) and plan.plain == self.held:
-                return Diff(list(self._rebound(now)), undos=self.undos)
+                found = Diff([*_others(plan.atoms, self.atoms, now), *_others(
+                    plan.rebound, self.rebound, plan.rebound.values())])
         except Exception:
             # As in a snapshot: then the whole is compared.
-            return self._whole().diff()
-        return self._whole().diff()
-
-    def _rebound(self, now: list[Any]) -> Iterator[tuple[
-            dict[str, Any], str, Any, Any]]:
-        """Numbers and the like that are others now: where, name, both."""
-        names = self.plan.atoms
-        for index, (old, new) in enumerate(zip(self.atoms, now)):
-            if not all(map(operator.is_, old, new)):
-                yield from {name: (names.spaces[index], name, left, right)
-                            for name, left, right in zip(
-                                names.names[index], old, new)
-                            if left is not right}.values()
+            found = None
+        found = found or self._whole().diff()
+        below = self.loose.diff()
+        return Diff(found.names + below.names,
+                    found.elements + below.elements, self.undos)
 
     def _whole(self) -> Snapshot:
         plan, full = self.plan, self.plan.full
         then: dict[int, dict[str, Any]] = {}
         for names, values in ((plan.atoms, self.atoms),
-                              (plan.objects, self.objects)):
+                              (plan.objects, self.objects),
+                              (plan.rebound, self.rebound)):
             for space, own, found in zip(names.spaces, names.names, values):
                 then.setdefault(id(space), {}).update(zip(own, found))
         spaces = []
@@ -242,5 +300,4 @@ class TreeSnapshot:
         named = set(map(id, full.named))
         return Snapshot(spaces, [
             *(pair for pair in full.containers if id(pair[0]) in named),
-            *zip(plan.plain, self.held), *zip(plan.others, plan.kept)],
-            undos=self.undos)
+            *zip(plan.plain, self.held), *zip(plan.others, plan.kept)])

@@ -168,3 +168,26 @@ def test_scripted_code_is_looked_at_each_time():
     model = nn.Sequential(torch.jit.script(Counting()))
     tree = StateTree(model)
     assert {type(tree.snapshot()) for _ in range(5)} == {Snapshot}
+
+
+def test_what_holds_other_objects_after_each_forward_is_known_apart():
+    """Such as the last sampling results of a head."""
+    model = Model()
+    transaction = Transaction(model, (), StateTree(model).snapshot)
+    head = model.heads[0]
+    head.results = {}
+    kinds = []
+    for step in range(8):
+        fails = step in (3, 6)
+        before = state_of(model)
+        transaction.begin()
+        kinds.append(type(transaction._before))
+        head.results['last'] = [torch.zeros(3), Coder()]
+        head.history = [Coder()]
+        head.results['last'][1].count += 1
+        if fails:
+            transaction.rollback()
+            assert state_of(model) == before
+        else:
+            transaction.commit()
+    assert kinds == [Snapshot] * 3 + [TreeSnapshot] * 5
