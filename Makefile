@@ -23,7 +23,7 @@ READY := check
 endif
 
 # Workers with several threads each would be in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: demo test test-all lint setup check clean
 

@@ -12,7 +12,7 @@ from helpers.torch_features import needs_half
 
 from mmdet_nanfix.torch_support.features import HAS_CPU_SCALER
 
-LIMIT = 120
+LIMIT = 240
 
 
 @pytest.fixture(scope='module')
@@ -139,4 +139,5 @@ def test_a_matcher_that_would_raise_on_one_rank(together):
     assert first['said'][0]['nanfix_total'] == 1
 
 
-pytestmark = [needs_half, pytest.mark.timeout(LIMIT + 30)]
+pytestmark = [needs_half, pytest.mark.timeout(LIMIT + 30),
+              pytest.mark.xdist_group('ranks')]
