@@ -1,14 +1,15 @@
 """Guard an optimizer step as a transaction: detect, undo, decide, redo.
 
 Complete without a diagnosis: it skips, rolls back, adapts the loss scale and
-logs the heads. Calls go up through three Protocols only.
+logs the heads. Calls go up through three Protocols only: ``Ranks`` (the
+processes of a run), ``Trainer`` (a training loop) and ``Diagnosis``.
 
 ==============  ===========================================================
 ``step``        the guarded step: the whole story on one screen
 ``capture``     what a forward is given, returns and raises
 ``retry``       a failed step, made again with what has helped
 ``history``     losses, gradient norms and rates of the accepted steps
-``protocols``   what the guard needs of others, and what is handed over
+``protocols``   these three, and what is handed over
 ``standalone``  one process, a model trained by hand, no diagnosis
 ``checks``      finite checks, the anchor, inputs that are sanitized
 ``state``       what a step may change: remember and restore

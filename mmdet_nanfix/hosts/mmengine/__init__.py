@@ -4,10 +4,11 @@
 ``optim_wrapper``       what guarded optimizer wrappers have in common
 ``amp_optim_wrapper``   ``AmpOptimWrapper``, guarded
 ``full_optim_wrapper``  ``OptimWrapper``, guarded
-``trainer``             steps of a wrapper, run again
+``trainer``             the ``Trainer`` and the ``Ranks`` of the guard: steps
+                        of a wrapper, run again; the processes
 ``hooks``               around other hooks: EMA, losses, checkpoints
 ``convert``             an optimizer wrapper, made a guarded one
-``reporter``            log file, console, scalars, the table at the end
+``reporter``            hands incidents to log, console and visualizer
 ``settings``            settings and arguments, checked
 ``losses``              MMDetection's losses in fp32, under their own names
 ``resume``              checkpoints of MMEngine, read by torch
