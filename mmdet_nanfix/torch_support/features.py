@@ -54,13 +54,15 @@ def foreach_copy_(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 def not_compiled(function: _Function) -> _Function:
     """Keep ``torch.compile`` out of a function and of what it calls.
 
-    Torch is asked when it is first called: the compiler takes a second to
-    import.
+    From torch 2.6 on torch is asked when it is first called: the compiler
+    takes a second to import. (2.1.2 compiles the wrapper that asks.)
     """
     # ``functools.wraps`` copies these from what is wrapped, which torch would
     # take instead of the wrapper (seen in 2.1.2).
     for copied in ('_torchdynamo_orig_callable', 'get_compiler_config'):
         vars(function).pop(copied, None)
+    if not HAS_EAGER_STANCE:
+        return _disabled(function)  # type: ignore[return-value]
     kept_out: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -8,6 +8,8 @@ import sys
 
 from helpers.paths import ROOT
 
+from mmdet_nanfix.torch_support.features import HAS_EAGER_STANCE
+
 CODE = """
 import json, sys, time
 import mmdet.apis, mmdet.models, mmengine.runner
@@ -28,6 +30,10 @@ def test_the_import_is_quick_and_loads_what_is_needed_alone():
         env={**os.environ, 'PYTHONPATH': ROOT}, check=True,
         capture_output=True, text=True, timeout=120).stdout
     seconds, loaded = json.loads(out.splitlines()[-1])
-    assert not set(LATER) & set(loaded)
-    # 0.3 s are promised; the machine may be busy.
-    assert seconds < 0.6
+    later = set(LATER)
+    if not HAS_EAGER_STANCE:
+        # Older torch has to be asked at once to keep its compiler out.
+        later.remove('torch._dynamo')
+    assert not later & set(loaded)
+    # 0.3 s are promised from torch 2.6 on; the machine may be busy.
+    assert seconds < (0.6 if HAS_EAGER_STANCE else 5.)
