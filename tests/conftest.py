@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 
@@ -25,6 +26,13 @@ if not HAS_HALF_ON_CPU:
         pytest.skip(OLD)
 
     emulation.require = autocast.require = skip
+
+
+@pytest.fixture(autouse=True)
+def no_graph_of_another_test():
+    """A graph that waits to be freed keeps CUDA's lists registered."""
+    if autocast.is_emulating():
+        gc.collect()
 
 
 def slow_tests():
