@@ -2,10 +2,10 @@
 
 =================  ========================================================
 ``control``        the one way in: what runs in fp32 right now
-``regions``        which methods: of heads, losses and assigners
+``regions``        says which methods of heads, losses and assigners run so
 ``wrapping``       how these are wrapped, and what is in force
 ``modules``        whole modules: a head, a neck, a stage
-``introspect``     which methods and modules of a model compute losses
+``introspect``     reads off a model's code what computes losses in it
 ``cast``           half tensors in any nesting, as fp32 copies
 ``score_losses``   losses and matching costs of scores, finite in fp32
 ``box_losses``     losses of boxes, finite in fp32
