@@ -4,7 +4,8 @@
 ``transaction``  what the forwards of a window change, and the way back:
                  copies of tensors
 ``snapshot``     what hangs below a model at one moment
-``tree``         the same at every step, at little cost
+``tree``         such snapshots at every step: reads what can have changed,
+                 and looks at the whole model when something new is there
 ``batch``        what a forward begins with: a batch as it was, generators
                  of random numbers
 ``averages``     EMA, shadows and mean teachers that hooks keep
